@@ -78,7 +78,7 @@ def refusals(actions: list[Action]) -> list[Refuse]:
 
 
 @pytest.mark.parametrize("name", FLEETS)
-def test_a_flood_fills_replicas_no_further_than_they_can_begin_soon(name: str) -> None:
+def test_admission_bounds_queued_prefill_at_replicas_and_refuses_the_rest_with_retry_after(name: str) -> None:
     """The rest waits, or is refused at once with a time to try again."""
     there = made(FLEETS[name])
     message = [refusal for number in range(400) for refusal in refusals(there.arrive(asks(str(number))))]
@@ -105,7 +105,7 @@ def test_a_flood_fills_replicas_no_further_than_they_can_begin_soon(name: str) -
     assert not there.brain.admission.queues
 
 
-def test_what_keeps_whole_answers_in_time_is_what_admits() -> None:
+def test_admission_uses_limits_stricter_than_the_objective() -> None:
     """Limits that are tighter than the objective let fewer in."""
     fleet, sent = alike(1), []
     known = promised(fleet.templates)
@@ -118,7 +118,7 @@ def test_what_keeps_whole_answers_in_time_is_what_admits() -> None:
     assert 0 < sent[1] < sent[0]
 
 
-def test_without_an_objective_or_admission_all_are_sent() -> None:
+def test_all_requests_are_dispatched_without_an_objective_or_admission() -> None:
     fleet = alike(1)
     for there in (world(fleet), made(fleet, Policy(admission=False))):
         for number in range(200):
@@ -128,7 +128,7 @@ def test_without_an_objective_or_admission_all_are_sent() -> None:
 
 @given(st.lists(st.integers(1, 900), max_size=8), st.sampled_from(sorted(FLEETS)))
 @settings(max_examples=15, deadline=None)
-def test_an_easy_load_is_routed_as_ever(prompts: list[int], name: str) -> None:
+def test_admission_does_not_change_routing_under_light_load(prompts: list[int], name: str) -> None:
     both = [made(FLEETS[name], Policy(admission=on)) for on in (True, False)]
     for number, prompt in enumerate(prompts):
         new = asks(str(number), prompt=prompt)
@@ -173,7 +173,7 @@ def live(there: World, steps: list[tuple[str, int, str, str, int]]) -> None:
 
 @given(STEPS, st.sampled_from(sorted(FLEETS)))
 @settings(max_examples=30, deadline=None)
-def test_nobody_waits_beside_an_idle_replica_and_all_end(
+def test_no_request_waits_while_a_replica_is_idle_and_every_request_ends(
     steps: list[tuple[str, int, str, str, int]], name: str
 ) -> None:
     there, again = (made(FLEETS[name]) for _ in range(2))
@@ -197,7 +197,7 @@ def test_nobody_waits_beside_an_idle_replica_and_all_end(
             )
 
 
-def test_who_waits_is_sent_when_a_prompt_is_computed_or_an_answer_ends() -> None:
+def test_queued_request_is_dispatched_when_a_prefill_or_an_answer_ends() -> None:
     there = made(alike(1))
     for number in range(60):
         there.arrive(asks(str(number)))
@@ -210,7 +210,7 @@ def test_who_waits_is_sent_when_a_prompt_is_computed_or_an_answer_ends() -> None
 
 
 @pytest.mark.parametrize(("each", "spread"), [(100.0, False), (1500.0, False), (1500.0, True)])
-def test_waits_are_hardly_ever_longer_than_predicted(each: float, spread: bool) -> None:
+def test_predicted_wait_is_an_upper_bound_for_96_percent_of_requests(each: float, spread: bool) -> None:
     """Requests that leave at random moments, against the wait foretold; and that is not far from the mean."""
     chance = Random(5)
     works = [chance.expovariate(1.0 / each) if spread else each for _ in range(4000)]
@@ -228,7 +228,7 @@ def test_waits_are_hardly_ever_longer_than_predicted(each: float, spread: bool) 
     assert foretold_s <= 3.0 * mean_s
 
 
-def test_waiting_ends_at_the_objective_the_deadline_or_the_longest_wait() -> None:
+def test_queued_request_is_refused_at_its_objective_deadline_or_maximum_wait() -> None:
     classes = with_built_in(
         (RequestClass("patient", late=True), RequestClass("batch", late=True, max_wait_s=5.0))
     )
@@ -250,7 +250,7 @@ def test_waiting_ends_at_the_objective_the_deadline_or_the_longest_wait() -> Non
     assert "objective" not in there.brain.requests
 
 
-def test_what_matters_least_gives_way() -> None:
+def test_full_queue_refuses_the_lowest_request_class_first() -> None:
     there = made(alike(1), Policy(queue_requests=4))
     number = 0
     while "m" not in there.brain.admission.queues:
@@ -265,7 +265,7 @@ def test_what_matters_least_gives_way() -> None:
     assert head.req.request.id == "now"
 
 
-def test_a_running_request_is_stopped_at_its_deadline_where_its_class_says_so() -> None:
+def test_running_request_is_aborted_at_its_deadline_if_its_class_stops() -> None:
     classes = with_built_in((RequestClass("strict", stops=True),))
     there = made(alike(1), Policy(classes=classes))
     for name, kind in (("a", "strict"), ("b", "standard")):
@@ -276,14 +276,14 @@ def test_a_running_request_is_stopped_at_its_deadline_where_its_class_says_so() 
     assert list(there.brain.requests) == ["b"]
 
 
-def test_an_unknown_class_is_refused_by_name() -> None:
+def test_unknown_request_class_is_refused_by_name() -> None:
     message = refusals(made(alike(1)).arrive(asks("a", kind="urgent")))
     assert message[0].reason == "unknown_class"
     assert "'urgent'" in message[0].detail
     assert "interactive, standard, batch" in message[0].detail
 
 
-def test_a_flooding_tenant_holds_up_nobody_else() -> None:
+def test_flooding_tenant_does_not_delay_the_request_of_another_tenant() -> None:
     """Long prompts of one: another's short one is sent at once, away from them, and they get something too."""
     there = made(alike(3))
     for number in range(12):
@@ -301,7 +301,7 @@ def test_a_flooding_tenant_holds_up_nobody_else() -> None:
     assert message[0].route.segments[0].replica not in long
 
 
-def test_runs_carry_their_tenants_weight() -> None:
+def test_run_action_carries_the_tenant_weight() -> None:
     there = made(alike(1), Policy(tenants=(Tenant("gold", 4.0),)))
     runs = [there.arrive(asks(name, tenant=name))[0] for name in ("gold", "iron")]
     assert [run.weight for run in runs if isinstance(run, Run)] == [4.0, 1.0]
@@ -329,7 +329,9 @@ WORKS = st.lists(st.floats(1.0, 500.0), min_size=1, max_size=12)
 @given(
     st.dictionaries(st.sampled_from("abcd"), st.tuples(st.floats(0.25, 4.0), WORKS), min_size=2, max_size=4)
 )
-def test_while_all_wait_none_gets_less_than_its_share(tenants: dict[str, tuple[float, list[float]]]) -> None:
+def test_queue_shares_work_between_waiting_tenants_by_weight(
+    tenants: dict[str, tuple[float, list[float]]],
+) -> None:
     """Of two tenants that both wait, work over weight differs by no more than one request of each."""
     weights = {name: weight for name, (weight, _) in tenants.items()}
     backlog, count = RequestQueue(weights), 0
@@ -351,7 +353,7 @@ def test_while_all_wait_none_gets_less_than_its_share(tenants: dict[str, tuple[f
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(0, 2)), max_size=30))
-def test_all_leave_in_order(asked: list[tuple[str, int, int]]) -> None:
+def test_queue_orders_requests_by_class_then_priority_then_arrival(asked: list[tuple[str, int, int]]) -> None:
     """What matters more goes first; within a tenant higher priority, then earlier arrival. Nothing is left over."""
     backlog = RequestQueue({})
     for number, (tenant, level, priority) in enumerate(asked):
@@ -369,7 +371,7 @@ def test_all_leave_in_order(asked: list[tuple[str, int, int]]) -> None:
     assert backlog.head() is None
 
 
-def test_who_is_stuck_stands_in_nobodys_way() -> None:
+def test_blocked_request_does_not_block_others_in_the_queue() -> None:
     backlog = RequestQueue({})
     first = backlog.add(0.0, flight(0, "a"), 1, (1, 0), 1.0)
     second = backlog.add(0.0, flight(1, "a"), 1, KIND, 1.0)
@@ -380,7 +382,7 @@ def test_who_is_stuck_stands_in_nobodys_way() -> None:
     assert backlog.head() is None
 
 
-def test_those_not_tried_yet_come_before_those_that_found_no_room() -> None:
+def test_queue_tries_untried_requests_before_blocked_ones() -> None:
     backlog = RequestQueue({})
     places = {name: backlog.add(0.0, flight(number, name), 1, KIND, 1.0) for number, name in enumerate("abc")}
     assert backlog.head() is places["a"]
@@ -395,7 +397,7 @@ def test_those_not_tried_yet_come_before_those_that_found_no_room() -> None:
     assert taken(backlog) is places["a"]
 
 
-def test_one_that_stands_aside_may_come_with_another_kind() -> None:
+def test_blocked_request_kind_does_not_block_another_kind_of_the_same_tenant() -> None:
     backlog = RequestQueue({})
     backlog.add(0.0, flight(0, "a"), 1, KIND, 1.0)
     backlog.stuck.add(("a", KIND))
@@ -407,7 +409,7 @@ def test_one_that_stands_aside_may_come_with_another_kind() -> None:
     assert backlog.head() is not None
 
 
-def test_a_newcomer_waits_for_its_own_and_for_as_much_of_others_as_is_their_due() -> None:
+def test_work_ahead_of_a_new_request_is_its_tenants_plus_the_fair_share_of_others() -> None:
     backlog = RequestQueue({"b": 2.0})
     for number in range(10):
         backlog.add(0.0, flight(number, "b"), 1, KIND, 100.0)
@@ -419,7 +421,7 @@ def test_a_newcomer_waits_for_its_own_and_for_as_much_of_others_as_is_their_due(
     assert backlog.ahead("a", 2) == 0.0
 
 
-def test_one_that_leaves_is_not_met_again() -> None:
+def test_removed_request_is_not_returned_by_the_queue() -> None:
     backlog = RequestQueue({})
     places = [backlog.add(0.0, flight(number, "a"), 1, KIND, 1.0) for number in range(3)]
     backlog.remove(places[0])

@@ -34,7 +34,7 @@ steps = st.lists(st.tuples(what, st.integers(0, 5), st.floats(0.1, 9)), max_size
 
 @given(steps)
 @settings(max_examples=80)
-def test_the_least_loaded_is_picked(steps: list[tuple[str, int, float]]) -> None:
+def test_least_loaded_index_picks_the_least_loaded_target(steps: list[tuple[str, int, float]]) -> None:
     index = LeastLoaded(lambda target, weight: 1.0 / weight)
     all_targets, weights = targets(6), dict[int, float]()
     for what, place, number in steps:
@@ -58,7 +58,7 @@ def test_the_least_loaded_is_picked(steps: list[tuple[str, int, float]]) -> None
             assert picked_target.load + 1.0 / weights[chosen] == best
 
 
-def test_a_request_takes_its_prefill_and_its_part_of_the_decode_steps() -> None:
+def test_request_seconds_are_its_prefill_and_its_share_of_decode_steps() -> None:
     known = ReplicaFacts(1e-3, 0.5, 0.02, 10, 100, 1000)
     assert prefill_seconds(known, 1000) == pytest.approx(1.5)
     assert decode_seconds(known, 100) == pytest.approx(0.2)
@@ -85,16 +85,16 @@ def replicas(world: build.World, count: int, finish: bool = False) -> Counter[st
     return counts
 
 
-def test_goodput_sends_in_proportion_to_capacity() -> None:
+def test_goodput_balance_sends_requests_in_proportion_to_capacity() -> None:
     # By bucket half the time each: fast serves 1.5 + 1.5, two slow ones 1 + 1.
     assert replicas(build.world(TWO, Policy(balance="goodput")), 500) == {"fast": 300, "slow": 200}
 
 
-def test_round_robin_is_blind_to_capacity() -> None:
+def test_round_robin_balance_ignores_capacity() -> None:
     assert replicas(build.world(TWO, Policy(balance="round-robin")), 300) == {"fast": 100, "slow": 200}
 
 
-def test_fixed_fractions_are_the_plans() -> None:
+def test_fixed_balance_sends_requests_by_planned_shares() -> None:
     plan = build.plan(
         (FAST, SLOW),
         {("fast", "near"): 1, ("slow", "near"): 2},
@@ -103,7 +103,7 @@ def test_fixed_fractions_are_the_plans() -> None:
     assert replicas(build.world(plan, Policy(balance="fixed")), 100) == {"fast": 20, "slow": 80}
 
 
-def test_by_tokens_the_unit_with_the_most_room_is_next() -> None:
+def test_token_balance_sends_the_next_request_to_the_most_free_tokens() -> None:
     world = build.world(TWO, Policy(balance="token"))
     assert replicas(world, 30) == {"fast": 10, "slow": 20}  # all have as many blocks, so they fill up alike
     busy = {name for name, job in world.jobs.items() if "fast" in job.run.route.decoder}
@@ -112,7 +112,7 @@ def test_by_tokens_the_unit_with_the_most_room_is_next() -> None:
     assert replicas(world, 10) == {"fast": 10}
 
 
-def test_learned_fills_the_faster_first_and_follows_what_ends() -> None:
+def test_learned_balance_fills_the_faster_replica_first_and_follows_completions() -> None:
     world = build.world(TWO, Policy(balance="learned"))
     (run,) = world.arrive(build.request("first"))
     assert isinstance(run, Run)
@@ -124,7 +124,7 @@ def test_learned_fills_the_faster_first_and_follows_what_ends() -> None:
 
 
 @pytest.mark.parametrize("balance", ["learned", "token"])
-def test_loads_come_back_to_nothing_along_flows(balance: str) -> None:
+def test_loads_return_to_zero_after_requests_over_a_flow_finish(balance: str) -> None:
     plan = build.plan(
         (
             build.template("p", ("prefill",), prefill=(2.0, 2.0)),
@@ -156,7 +156,7 @@ def turns_of(each: list[float]) -> WeightedRoundRobin[int]:
 
 
 @given(weights, st.integers(1, 300))
-def test_every_count_is_within_one_of_its_share_after_every_pick(each: list[float], picks: int) -> None:
+def test_round_robin_counts_stay_within_one_of_their_shares(each: list[float], picks: int) -> None:
     turns, counts, total = turns_of(each), Counter[int](), sum(each)
     for n in range(1, picks + 1):
         member = turns.pick()
@@ -179,7 +179,7 @@ def nginx_counts(each: list[int], picks: int) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_it_spreads_at_least_as_evenly_as_nginx(each: list[int]) -> None:
+def test_round_robin_spreads_at_least_as_evenly_as_nginx(each: list[int]) -> None:
     period, total = sum(each), sum(each)
     turns, counts = turns_of([float(w) for w in each]), [0] * len(each)
     worst = nginx_worst = 0.0
@@ -204,7 +204,7 @@ changes = st.lists(
 
 @given(changes)
 @settings(max_examples=75)
-def test_lags_always_add_up_to_nothing_and_stay_small(steps: list[tuple[str, int, float]]) -> None:
+def test_round_robin_lags_sum_to_zero_and_stay_bounded(steps: list[tuple[str, int, float]]) -> None:
     turns: WeightedRoundRobin[int] = WeightedRoundRobin()
     present: dict[int, float] = {}
     removals = 0
@@ -227,7 +227,9 @@ def test_lags_always_add_up_to_nothing_and_stay_small(steps: list[tuple[str, int
 
 
 @given(weights, st.floats(0.01, 100.0), st.integers(0, 60))
-def test_a_newcomer_neither_floods_nor_starves(each: list[float], weight: float, before: int) -> None:
+def test_round_robin_gives_an_added_member_its_share_at_once(
+    each: list[float], weight: float, before: int
+) -> None:
     turns = turns_of(each)
     for _ in range(before):
         turns.pick()
@@ -238,7 +240,7 @@ def test_a_newcomer_neither_floods_nor_starves(each: list[float], weight: float,
         assert abs(counts[99] - n * share) < 2
 
 
-def test_after_a_change_of_weight_the_new_shares_hold() -> None:
+def test_round_robin_follows_changed_weights() -> None:
     turns = turns_of([1.0, 1.0, 1.0])
     for _ in range(10):
         turns.pick()
@@ -248,7 +250,7 @@ def test_after_a_change_of_weight_the_new_shares_hold() -> None:
     assert abs(counts[1] - 10) < 2
 
 
-def test_a_turn_given_to_another_counts_as_its_own() -> None:
+def test_swapped_round_robin_turn_counts_for_the_member_that_took_it() -> None:
     turns = turns_of([1.0, 1.0])
     for _ in range(4):
         picked = turns.pick()
@@ -257,7 +259,7 @@ def test_a_turn_given_to_another_counts_as_its_own() -> None:
     assert Counter(turns.pick() for _ in range(4)) == {1: 4}
 
 
-def test_a_member_that_is_given_everything_is_not_shut_out_for_long() -> None:
+def test_round_robin_member_that_took_every_turn_is_picked_again_soon() -> None:
     turns = turns_of([1.0, 1.0])
     for _ in range(1000):
         picked = turns.pick()
@@ -266,12 +268,12 @@ def test_a_member_that_is_given_everything_is_not_shut_out_for_long() -> None:
     assert 0 in [turns.pick() for _ in range(30)]
 
 
-def test_a_thousand_members_have_their_turn_once_each() -> None:
+def test_round_robin_picks_each_of_a_thousand_members_once() -> None:
     turns = turns_of([1.0] * 1000)
     assert sorted(turns.pick() for _ in range(1000)) == list(range(1000))  # type: ignore[type-var]
 
 
-def test_nobody_is_picked_from_nobody() -> None:
+def test_round_robin_without_members_picks_none() -> None:
     turns: WeightedRoundRobin[int] = WeightedRoundRobin()
     assert turns.pick() is None
     turns.set(1, 1.0)
@@ -286,7 +288,7 @@ A = build.template("a", closed=(1.0, 1.0))
 B = build.template("b", closed=(1.0, 1.0))
 
 
-def test_one_bucket_weighs_as_its_goodput() -> None:
+def test_copy_weight_of_one_bucket_is_its_capacity_share_or_one_by_balance() -> None:
     template = build.template("a", closed=(4.0,))
     plan = build.plan((template,), {("a", "near"): 2}, {("a", "near", "closed"): (1.0,)}, longest=(1000,))
     assert offers(plan, "goodput")["m"].copies["a", "near"].closed == (4.0,)
@@ -294,7 +296,7 @@ def test_one_bucket_weighs_as_its_goodput() -> None:
     assert offers(plan, "round-robin")["m"].copies["a", "near"].closed == (1.0,)
 
 
-def test_a_unit_that_is_planned_for_long_prompts_is_not_flooded_with_short_ones() -> None:
+def test_copy_planned_for_long_prompts_gets_few_short_ones() -> None:
     # Two copies of A: a tenth of their time for short prompts, the rest for long ones; B: short ones only.
     shares = {("a", "near", "closed"): (0.2, 1.8), ("b", "near", "closed"): (0.8, 0.0)}
     plan = build.plan((A, B), {("a", "near"): 2, ("b", "near"): 1}, shares)
@@ -310,7 +312,7 @@ rates = st.floats(0.0, 5.0)
     st.lists(st.tuples(rates, rates, rates, st.integers(1, 4)), min_size=1, max_size=5), st.floats(0.3, 1.0)
 )
 @example([(0.0, 5e-324, 0.0, 1)], 1.0)
-def test_no_copy_is_sent_more_than_its_time_while_the_plan_suffices(
+def test_copy_weights_do_not_overload_a_copy_within_planned_demand(
     rows: list[tuple[float, float, float, int]], headroom: float
 ) -> None:
     """Any plan whose copies are at most `headroom` busy, under the very demand it was made for."""
@@ -333,18 +335,18 @@ def test_no_copy_is_sent_more_than_its_time_while_the_plan_suffices(
         assert sum(rate / c for rate, c in zip(sent, capacity, strict=True)) <= 1 + 1e-6
 
 
-def test_a_plan_without_shares_offers_what_templates_can_do() -> None:
+def test_copy_weights_of_a_plan_without_shares_are_template_capacities() -> None:
     plan = build.plan((A,), {("a", "near"): 1}, {})
     assert offers(plan, "goodput")["m"].copies["a", "near"].closed == (1.0, 1.0)
 
 
-def test_every_prompt_has_a_bucket() -> None:
+def test_every_prompt_length_maps_to_a_bucket() -> None:
     offer = offers(build.plan((A,), {("a", "near"): 1}, {}, longest=(100, 1000)), "goodput")["m"]
     assert offer.longest_tokens == (100.0, inf)
     assert [offer.bucket(tokens) for tokens in (1, 100, 101, 1000, 10**9)] == [0, 0, 1, 1, 1]
 
 
-def test_what_an_old_plan_runs_keeps_its_weights_by_length() -> None:
+def test_copies_of_the_previous_plan_keep_their_weights_by_length() -> None:
     before = build.plan((A,), {("a", "near"): 1}, {("a", "near", "closed"): (0.5, 0.0)}, longest=(1000, 9000))
     old_weights = offers(before, "goodput")["m"]
     shares = {("b", "near", "closed"): (1.0, 1.0, 1.0)}

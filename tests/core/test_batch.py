@@ -87,7 +87,7 @@ def seen(batch: Batcher) -> tuple[object, ...]:
 
 @settings(max_examples=60)
 @given(limits, operations)
-def test_every_step_is_what_the_plain_rules_say(rules: BatchLimits, ops: list[Op]) -> None:
+def test_batcher_step_equals_the_reference_batcher(rules: BatchLimits, ops: list[Op]) -> None:
     batch, plain = Batcher(rules), PlainBatcher(rules)
     for key, op in enumerate(ops):
         touch(batch, rules, op, key)
@@ -110,7 +110,7 @@ def test_every_step_is_what_the_plain_rules_say(rules: BatchLimits, ops: list[Op
 
 @settings(max_examples=60)
 @given(limits, operations, st.integers(0, 1 << 30))
-def test_many_steps_at_once_are_as_many_single_steps(rules: BatchLimits, ops: list[Op], chance: int) -> None:
+def test_jump_over_many_steps_equals_single_steps(rules: BatchLimits, ops: list[Op], chance: int) -> None:
     jumping, stepping = Batcher(rules), Batcher(rules)
     for key, op in enumerate(ops):
         touch(jumping, rules, op, key)
@@ -138,7 +138,7 @@ def test_many_steps_at_once_are_as_many_single_steps(rules: BatchLimits, ops: li
 
 
 @given(limits, operations)
-def test_steps_stay_within_budget_slots_and_memory(rules: BatchLimits, ops: list[Op]) -> None:
+def test_batcher_steps_stay_within_token_budget_slots_and_blocks(rules: BatchLimits, ops: list[Op]) -> None:
     batch = Batcher(rules)
     for key, op in enumerate(ops):
         touch(batch, rules, op, key)
@@ -155,7 +155,7 @@ def test_steps_stay_within_budget_slots_and_memory(rules: BatchLimits, ops: list
 
 
 @given(limits, operations)
-def test_everyone_ends_in_bounded_time_and_in_order(rules: BatchLimits, ops: list[Op]) -> None:
+def test_every_request_finishes_in_bounded_steps_and_in_order(rules: BatchLimits, ops: list[Op]) -> None:
     """The first in line among those running always gets on, so the steps are at most all tokens once more."""
     batch = Batcher(rules)
     bound, begun, priorities = 1, {}, {}
@@ -198,7 +198,7 @@ def run(batch: Batcher, stop: Callable[[list[Happening]], bool], most: int = 10_
 
 
 @pytest.mark.parametrize(("prompt", "output", "budget"), [(100, 1, 64), (100, 7, 64), (64, 3, 64), (1, 5, 8)])
-def test_a_lone_request_takes_its_chunks_and_a_step_per_further_token(
+def test_lone_request_takes_its_prefill_chunks_plus_one_step_per_further_token(
     prompt: int, output: int, budget: int
 ) -> None:
     batch = Batcher(BatchLimits(100, token_budget=budget, max_running=4))
@@ -207,7 +207,7 @@ def test_a_lone_request_takes_its_chunks_and_a_step_per_further_token(
     assert steps == -(-prompt // budget) + output - 1
 
 
-def test_received_kv_decodes_at_once_and_holds_what_a_local_prefill_would() -> None:
+def test_received_kv_decodes_at_once_and_uses_the_blocks_of_a_local_prefill() -> None:
     local, remote = (Batcher(BatchLimits(100, token_budget=64, max_running=4)) for _ in range(2))
     local.add(0, 48, 0, 20)
     local.commit(local.next_step())
@@ -220,7 +220,7 @@ def test_received_kv_decodes_at_once_and_holds_what_a_local_prefill_would() -> N
     assert seen(remote)[:5] == seen(local)[:5]
 
 
-def test_a_segment_that_hands_over_keeps_its_blocks_until_released() -> None:
+def test_prefill_segment_keeps_its_blocks_until_released() -> None:
     batch = Batcher(BatchLimits(10, token_budget=64, max_running=4))
     batch.add(7, 40)
     assert batch.commit(batch.next_step()) == [(DONE, 7)]
@@ -231,7 +231,7 @@ def test_a_segment_that_hands_over_keeps_its_blocks_until_released() -> None:
     assert batch.keys() == []
 
 
-def test_those_with_their_kv_pass_one_that_waits_for_room() -> None:
+def test_requests_with_received_kv_pass_a_request_that_waits_for_blocks() -> None:
     """Else it would wait for blocks that they hold, and they for it."""
     batch = Batcher(BatchLimits(10, token_budget=64, max_running=4, spare_blocks=0))
     assert batch.reserve(1, 96)
@@ -241,7 +241,7 @@ def test_those_with_their_kv_pass_one_that_waits_for_room() -> None:
     assert (step.chunks, step.decodes) == ([], 1)
 
 
-def test_blocks_set_aside_that_do_not_suffice_are_free_for_the_next_in_line() -> None:
+def test_insufficient_reserved_blocks_are_used_by_the_next_request() -> None:
     batch = Batcher(BatchLimits(10, token_budget=256, max_running=4, spare_blocks=0))
     assert batch.reserve(9, 48)
     batch.add(0, 60, 0, 5)
@@ -254,7 +254,7 @@ def test_blocks_set_aside_that_do_not_suffice_are_free_for_the_next_in_line() ->
     assert [key for key, _, _ in batch.next_step().chunks] == [1]
 
 
-def test_the_lowest_and_latest_is_preempted_and_resumes_with_its_progress() -> None:
+def test_lowest_priority_latest_request_is_preempted_and_resumes_with_its_progress() -> None:
     batch = Batcher(BatchLimits(8, token_budget=64, max_running=4, spare_blocks=0))
     for key, priority in ((0, 0), (1, 1), (2, 0)):
         batch.add(key, 30, 0, 40, priority)
@@ -273,7 +273,7 @@ def test_the_lowest_and_latest_is_preempted_and_resumes_with_its_progress() -> N
 
 
 @pytest.mark.parametrize(("spare", "begins"), [(0, True), (1, True), (2, False)])
-def test_beside_others_some_blocks_stay_spare(spare: int, begins: bool) -> None:
+def test_request_starts_beside_others_only_if_spare_blocks_remain(spare: int, begins: bool) -> None:
     batch = Batcher(BatchLimits(10, token_budget=200, max_running=4, spare_blocks=spare))
     batch.add(0, 33, 0, 2)
     batch.commit(batch.next_step())
@@ -295,7 +295,9 @@ def test_beside_others_some_blocks_stay_spare(spare: int, begins: bool) -> None:
         ([9, 9], 1, False),
     ],
 )
-def test_a_beginning_is_foreseen_only_when_it_is_sure(prompts: list[int], steps: int, foreseen: bool) -> None:
+def test_next_prefill_is_predicted_only_when_it_is_certain(
+    prompts: list[int], steps: int, foreseen: bool
+) -> None:
     """Not after steps that fill the memory; nor for what would not fit, or not be alone."""
     batch = Batcher(BatchLimits(10, token_budget=256, max_running=2, spare_blocks=1))
     batch.add(0, 33, 0, 100)
@@ -313,7 +315,7 @@ def test_a_beginning_is_foreseen_only_when_it_is_sure(prompts: list[int], steps:
         assert step.newcomers == (not new)
 
 
-def test_an_end_that_was_not_foreseen_frees_its_blocks() -> None:
+def test_cancelled_request_frees_its_blocks_before_the_step_is_committed() -> None:
     batch = Batcher(BatchLimits(10, token_budget=64, max_running=4))
     batch.add(0, 30, 0, 1000 // 10)
     batch.commit(batch.next_step())
@@ -324,7 +326,7 @@ def test_an_end_that_was_not_foreseen_frees_its_blocks() -> None:
     assert batch.steady() == 0
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_batcher_refuses_invalid_requests_and_steps() -> None:
     batch = Batcher(BatchLimits(4, token_budget=64, max_running=4))
     with pytest.raises(CapacityError, match="can never fit"):
         batch.add(0, 60, 0, 6)
@@ -343,7 +345,7 @@ def test_what_cannot_be_is_refused() -> None:
         BatchLimits(10, token_budget=3, max_running=4)
 
 
-def test_prompts_that_are_late_anyway_let_others_go_before_them_and_run_one_at_a_time() -> None:
+def test_late_prompts_yield_to_others_and_run_one_at_a_time() -> None:
     batch = Batcher(BatchLimits(100, token_budget=32, max_running=4))
     batch.add(0, 128, 0, 1, LATE)
     batch.add(1, 64, 0, 1, LATE)
@@ -363,7 +365,9 @@ WANTS = st.lists(st.tuples(st.floats(0.25, 4.0), st.integers(0, 3000)), min_size
 
 
 @given(st.integers(0, 2048), WANTS)
-def test_parts_are_fair_and_none_is_idle(budget: int, wants: list[tuple[float, int]]) -> None:
+def test_budget_is_divided_by_weight_and_no_part_is_unused(
+    budget: int, wants: list[tuple[float, int]]
+) -> None:
     given_ = divided(budget, wants)
     assert sum(given_) == min(budget, sum(tokens for _, tokens in wants))
     assert all(0 <= part <= tokens for part, (_, tokens) in zip(given_, wants, strict=True))
@@ -387,7 +391,7 @@ def first_token_steps(batch: Batcher, steps: int) -> dict[int, int]:
     return token_steps
 
 
-def test_a_short_prompt_does_not_wait_for_another_tenants_long_ones() -> None:
+def test_short_prompt_of_one_tenant_does_not_wait_for_long_prompts_of_another() -> None:
     alone, mixed = batcher(), batcher()
     for batch, tenant in ((alone, "a"), (mixed, "b")):
         for key in range(4):
@@ -397,7 +401,7 @@ def test_a_short_prompt_does_not_wait_for_another_tenants_long_ones() -> None:
     assert 9 not in first_token_steps(alone, 30)
 
 
-def test_long_prompts_get_what_others_leave() -> None:
+def test_long_prompt_gets_the_budget_that_short_prompts_leave() -> None:
     batch = batcher()
     batch.add(0, 8000, 0, 4, tenant="a")
     batch.add(1, 100, 0, 4, tenant="b")
@@ -406,7 +410,7 @@ def test_long_prompts_get_what_others_leave() -> None:
     assert {key: tokens for key, tokens, _ in step.chunks} == {0: 412, 1: 100}
 
 
-def test_weights_divide_the_budget() -> None:
+def test_tenant_weights_divide_the_token_budget() -> None:
     batch = batcher()
     batch.add(0, 8000, 0, 4, tenant="a", weight=3.0)
     batch.add(1, 8000, 0, 4, tenant="b", weight=1.0)
@@ -416,7 +420,7 @@ def test_weights_divide_the_budget() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 700), st.integers(0, 6), st.integers(0, 2)), max_size=12))
-def test_one_tenant_by_name_is_the_same_as_none(asked: list[tuple[int, int, int]]) -> None:
+def test_batch_of_one_named_tenant_equals_a_batch_without_tenants(asked: list[tuple[int, int, int]]) -> None:
     plain, named = batcher(256, 4), batcher(256, 4)
     for key, (prompt, output, priority) in enumerate(asked):
         plain.add(key, prompt, 0, output, priority)
@@ -433,7 +437,9 @@ def test_one_tenant_by_name_is_the_same_as_none(asked: list[tuple[int, int, int]
         max_size=14,
     )
 )
-def test_everybody_ends_and_nothing_is_left(asked: list[tuple[int, int, str, int]]) -> None:
+def test_every_request_of_every_tenant_finishes_and_all_blocks_are_free(
+    asked: list[tuple[int, int, str, int]],
+) -> None:
     batch, ended = Batcher(BatchLimits(80, token_budget=128, max_running=5)), set()
     for key, (prompt, output, tenant, priority) in enumerate(asked):
         batch.add(key, prompt, 0, output, priority, tenant)

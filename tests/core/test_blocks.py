@@ -27,7 +27,7 @@ def hashes(tokens: list[int]) -> tuple[int, ...]:
 
 
 @given(PROMPTS, PROMPTS)
-def test_blocks_share_a_name_exactly_when_all_up_to_them_is_the_same(one: list[int], two: list[int]) -> None:
+def test_block_hashes_are_equal_exactly_for_equal_token_prefixes(one: list[int], two: list[int]) -> None:
     a, b = hashes(one), hashes(two)
     for place in range(min(len(a), len(b))):
         stop = (place + 1) * SIZE
@@ -39,7 +39,7 @@ def test_blocks_share_a_name_exactly_when_all_up_to_them_is_the_same(one: list[i
     assert salted == block_hashes(one, "m", SIZE, salt="s")
 
 
-def test_names_stay_what_they_are_in_files_and_at_other_engines() -> None:
+def test_block_hashes_have_the_values_stored_in_cache_files() -> None:
     """A change of names makes every cache on disk useless, and engines of two releases strangers."""
     assert [f"{name:032x}" for name in block_hashes(range(33), "m")] == [
         "0a8a44bb734b2eeaac6b6d72ad432c7b",
@@ -54,7 +54,7 @@ def test_names_stay_what_they_are_in_files_and_at_other_engines() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.sampled_from(["", "s", "t"])), max_size=12)
 )
-def test_a_name_book_says_what_the_names_are(asks: list[tuple[int, int, str]]) -> None:
+def test_block_namer_returns_the_block_hashes(asks: list[tuple[int, int, str]]) -> None:
     """Prompts that share beginnings of different lengths, in few runs, so that some are forgotten."""
     book = BlockNamer(2, block_tokens=1)
     for length, turn, salt in asks:
@@ -63,7 +63,7 @@ def test_a_name_book_says_what_the_names_are(asks: list[tuple[int, int, str]]) -
     assert len(book._known) <= 2
 
 
-def test_a_name_book_keeps_no_tokens_and_looks_runs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_namer_hashes_only_tokens_it_has_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     book, tokens = BlockNamer(), list(range(1000))
     names = book.names(tokens, "m")
     seen: list[int] = []
@@ -74,13 +74,13 @@ def test_a_name_book_keeps_no_tokens_and_looks_runs_up(monkeypatch: pytest.Monke
     assert book.names([*tokens[:600], 5], "m") == names[:37]
 
 
-def test_a_salt_that_reads_like_a_block_is_not_taken_for_one() -> None:
+def test_salt_with_the_bytes_of_a_block_gives_other_hashes() -> None:
     tokens = [97 + 256 * place for place in range(SIZE)] + [1] * SIZE
     salt = b"".join(token.to_bytes(8, "little") for token in tokens[:SIZE]).decode()
     assert not set(block_hashes(tokens, "m", SIZE)) & set(block_hashes(tokens[SIZE:], "m", SIZE, salt=salt))
 
 
-def test_checkpoints_without_a_block_before_them_belong_to_their_root() -> None:
+def test_checkpoints_without_blocks_belong_to_their_root() -> None:
     pool = BlockPool(8, exact=True, block_tokens=SIZE)
     assert pool.keep_checkpoint((), (1, 2), 1, root=7)[0] is not None
     assert pool.longest([1, 2, 3], (), 3, root=7).tokens == 2
@@ -91,7 +91,7 @@ def test_checkpoints_without_a_block_before_them_belong_to_their_root() -> None:
     pool.check()
 
 
-def test_a_token_that_is_none_is_said() -> None:
+def test_token_beyond_64_bits_is_refused() -> None:
     with pytest.raises(InputError, match="tokens: must be whole numbers"):
         block_hashes([1 << 63] * SIZE, "m", SIZE)
 
@@ -276,7 +276,7 @@ TestExactPool = ExactMachine.TestCase
 TestExactPool.settings = COURSE
 
 
-def test_a_hybrid_model_resumes_at_exact_lengths_only() -> None:
+def test_hybrid_model_resumes_only_at_checkpointed_lengths() -> None:
     """Twelve shared tokens are there, but the state was put aside after eight: eight can be resumed."""
     tokens = list(range(20))
     names = block_hashes(tokens, "m", SIZE)
@@ -290,7 +290,7 @@ def test_a_hybrid_model_resumes_at_exact_lengths_only() -> None:
     assert hybrid.longest(tokens, names, 7).tokens == 0
 
 
-def test_a_block_is_as_recent_as_what_was_behind_it() -> None:
+def test_block_is_as_recent_as_the_blocks_behind_it() -> None:
     pool = BlockPool(3, block_tokens=SIZE)
     pool.keep((1, 2))
     pool.keep((3,))
@@ -299,7 +299,7 @@ def test_a_block_is_as_recent_as_what_was_behind_it() -> None:
     assert [one.name for one in pool.keep((5,))[1]] == [2]
 
 
-def test_to_keep_a_checkpoint_again_is_a_use() -> None:
+def test_keeping_a_checkpoint_again_makes_it_most_recent() -> None:
     pool = BlockPool(3, exact=True, block_tokens=SIZE)
     for token in (1, 2, 3):
         pool.keep_checkpoint((), (token,), 1)
@@ -307,7 +307,7 @@ def test_to_keep_a_checkpoint_again_is_a_use() -> None:
     assert [one.name for one in pool.keep_checkpoint((), (4,), 1)[1]] == [Checkpoint(0, (2,))]
 
 
-def test_a_corrupted_count_is_noticed() -> None:
+def test_block_pool_check_detects_a_corrupted_free_list() -> None:
     pool = BlockPool(4, block_tokens=SIZE)
     pool.keep(block_hashes(list(range(12)), "m", SIZE))
     pool.check()
@@ -316,7 +316,7 @@ def test_a_corrupted_count_is_noticed() -> None:
         pool.check()
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_block_pool_refuses_invalid_sizes_and_chains() -> None:
     with pytest.raises(InputError):
         BlockPool(-1)
     pool = BlockPool(0)

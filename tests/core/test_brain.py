@@ -38,7 +38,7 @@ def only_refusal(actions: list[act.Action]) -> act.Refuse:
     return refusal
 
 
-def test_the_first_plan_starts_every_replica() -> None:
+def test_first_plan_starts_every_replica() -> None:
     template = build.template("two", ("mixed", "mixed"), closed=(1.0,))
     plan = build.plan((template,), {("two", "near"): 2}, {}, longest=(1000,))
     actions = Brain(build.facts((template,)), Policy()).on(0.0, told.PlanReceived(plan))
@@ -47,7 +47,7 @@ def test_the_first_plan_starts_every_replica() -> None:
     assert len(actions) == 4
 
 
-def test_a_request_runs_in_place_and_leaves_nothing_behind() -> None:
+def test_finished_aggregated_request_leaves_no_load() -> None:
     world = build.world(PLAIN)
     run = only_run(world.arrive(build.request("a")))
     assert run == act.Run("a", aggregated("one@near#0/0"), 0, 1000, 0)
@@ -59,7 +59,7 @@ def test_a_request_runs_in_place_and_leaves_nothing_behind() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_requests_wait_for_the_first_replica_in_their_order() -> None:
+def test_requests_wait_in_order_for_the_first_ready_replica() -> None:
     world = build.world(PLAIN, ready=False)
     assert world.arrive(build.request("a")) == []
     assert world.arrive(build.request("b")) == []
@@ -67,14 +67,14 @@ def test_requests_wait_for_the_first_replica_in_their_order() -> None:
     assert [run.request for run in runs if isinstance(run, act.Run)] == ["a", "b"]
 
 
-def test_requests_wait_even_for_the_first_plan() -> None:
+def test_request_waits_for_the_first_plan() -> None:
     world = build.World(Brain(build.facts((ONE,)), Policy()))
     assert world.arrive(build.request("a")) == []
     world.plan(PLAIN)
     assert "a" in world.jobs
 
 
-def test_waiting_ends_with_a_reason() -> None:
+def test_waiting_request_is_refused_at_its_deadline_or_the_maximum_wait() -> None:
     world = build.world(PLAIN, Policy(max_wait_s=10.0), ready=False)
     world.arrive(build.request("patient"))
     world.arrive(build.request("urgent", deadline_s=3.0))
@@ -91,7 +91,7 @@ def test_waiting_ends_with_a_reason() -> None:
     assert world.make_ready("one@near#0/0") == []
 
 
-def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
+def test_unservable_request_is_refused_with_its_reason() -> None:
     world = build.world(PLAIN, known=build.facts((ONE,), longest={"one": 4096}))
     assert only_refusal(world.arrive(build.request("a", model="other"))).reason == "unknown_model"
     refusal = only_refusal(world.arrive(build.request("b", prompt=4000, output=97)))
@@ -103,7 +103,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
     assert only_refusal(world.arrive(build.request("d", deadline_s=4.0))).reason == "deadline"
 
 
-def test_a_long_request_goes_only_where_it_fits() -> None:
+def test_long_request_is_sent_only_to_a_replica_that_can_hold_it() -> None:
     small, large = build.template("small", closed=(9.0, 9.0)), build.template("large", closed=(1.0, 1.0))
     plan = build.plan(
         (small, large),
@@ -119,7 +119,7 @@ def test_a_long_request_goes_only_where_it_fits() -> None:
     only_run(world.arrive(build.request("short", prompt=3000)))
 
 
-def test_a_failed_request_goes_on_elsewhere_from_what_was_streamed() -> None:
+def test_failed_request_resumes_on_another_replica_from_its_streamed_tokens() -> None:
     world = build.world(TWO)
     first = only_run(world.arrive(build.request("a")))
     world.advance("a")
@@ -132,7 +132,7 @@ def test_a_failed_request_goes_on_elsewhere_from_what_was_streamed() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_retries_end_and_so_does_patience() -> None:
+def test_request_is_refused_after_its_retries_or_its_deadline() -> None:
     world = build.world(TWO, Policy(retries=1))
     first = only_run(world.arrive(build.request("a")))
     again = only_run(world.fail("a", "timeout", first.route.decoder)[1:])
@@ -146,7 +146,7 @@ def test_retries_end_and_so_does_patience() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_the_only_replica_is_tried_again_unless_it_was_lost() -> None:
+def test_only_replica_is_retried_unless_it_was_lost() -> None:
     world = build.world(PLAIN)
     run = only_run(world.arrive(build.request("a")))
     abandoned, again = world.fail("a", "timeout", run.route.decoder)
@@ -157,7 +157,7 @@ def test_the_only_replica_is_tried_again_unless_it_was_lost() -> None:
     assert only_run(world.tell(told.Tick())).attempt == 2  # it was not
 
 
-def test_late_and_repeated_failures_are_ignored() -> None:
+def test_late_and_repeated_failure_events_are_ignored() -> None:
     world = build.world(TWO)
     first = only_run(world.arrive(build.request("a")))
     world.fail("a", "replica", first.route.decoder)
@@ -168,14 +168,14 @@ def test_late_and_repeated_failures_are_ignored() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_a_failure_after_the_last_token_is_no_failure() -> None:
+def test_failure_after_the_last_token_counts_as_finished() -> None:
     world = build.world(TWO)
     run = only_run(world.arrive(build.request("a", output=10)))
     assert world.fail("a", "replica", run.route.decoder, streamed=10) == []
     build.assert_at_rest(world.brain)
 
 
-def test_cancelling_frees_the_replica() -> None:
+def test_cancelled_request_frees_its_replica() -> None:
     world = build.world(PLAIN)
     run = only_run(world.arrive(build.request("a")))
     assert world.tell(told.RequestCancelled("a")) == [act.Abort("a", (run.route.decoder,))]
@@ -183,14 +183,14 @@ def test_cancelling_frees_the_replica() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_a_repeated_arrival_is_one_request() -> None:
+def test_repeated_arrival_event_is_ignored() -> None:
     world = build.world(PLAIN)
     asked = build.request("a")
     world.arrive(asked)
     assert world.tell(told.RequestArrived(asked)) == []
 
 
-def test_while_plans_change_the_old_copies_serve_until_the_new_are_ready() -> None:
+def test_old_copies_serve_until_the_copies_of_a_new_plan_are_ready() -> None:
     other = build.template("other", closed=(1.0, 1.0))
     other = replace(other, replicas=(PlannedReplica("mixed", single("another", 1, 8)),))
     new = build.plan((other,), {("other", "near"): 1}, {("other", "near", "closed"): (0.5, 0.5)})
@@ -208,7 +208,7 @@ def test_while_plans_change_the_old_copies_serve_until_the_new_are_ready() -> No
     build.assert_at_rest(world.brain)
 
 
-def test_a_lost_replica_is_started_again() -> None:
+def test_lost_replica_is_started_again() -> None:
     world = build.world(TWO)
     world.tell(told.Tick())
     world.lose("one@near#0/0")
@@ -219,7 +219,7 @@ def test_a_lost_replica_is_started_again() -> None:
     assert start.member.unit != "one@near#1"
 
 
-def test_under_a_rush_the_scaler_adds_copies() -> None:
+def test_autoscaler_adds_copies_when_requests_exceed_capacity() -> None:
     policy = Policy(scaling="cauchy", window_s=24.0)
     world = build.world(PLAIN, policy)
     for number in range(600):
@@ -234,7 +234,7 @@ def test_under_a_rush_the_scaler_adds_copies() -> None:
 
 
 @pytest.mark.parametrize("balance", ["goodput", "round-robin", "token", "fixed"])
-def test_every_balance_uses_every_replica_of_a_kind_alike(balance: str) -> None:
+def test_every_balance_uses_all_replicas_of_a_copy_equally(balance: str) -> None:
     template = build.template("quad", ("mixed",) * 4, closed=(4.0, 4.0))
     plan = build.plan((template,), {("quad", "near"): 2}, {("quad", "near", "closed"): (4.0, 4.0)})
     world = build.world(plan, Policy(balance=balance))  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def test_every_balance_uses_every_replica_of_a_kind_alike(balance: str) -> None:
     assert len(counts) == 8
 
 
-def test_advice_is_said_and_nothing_is_done() -> None:
+def test_advise_mode_notes_scaling_without_starting_replicas() -> None:
     policy = Policy(scaling="cauchy", window_s=24.0, advise=True)
     world = build.world(PLAIN, policy)
     for number in range(600):
@@ -259,7 +259,7 @@ def test_advice_is_said_and_nothing_is_done() -> None:
     assert len(advice) == len(set(advice)), "said once"
 
 
-def test_a_slow_replica_is_said_to_be_slow_once_and_when_it_is_well_again() -> None:
+def test_slow_replica_is_noted_once_and_again_when_it_recovers() -> None:
     world = build.world(TWO)
     view = world.brain.fleet.views["one@near#0/0"]
     text = []
@@ -271,7 +271,7 @@ def test_a_slow_replica_is_said_to_be_slow_once_and_when_it_is_well_again() -> N
 
 
 @pytest.mark.parametrize("scaling", ["replan", "ahead", "cauchy"])
-def test_other_prices_call_for_a_plan_at_once(scaling: str) -> None:
+def test_changed_market_prices_trigger_a_replan_at_once(scaling: str) -> None:
     world = build.world(PLAIN, Policy(scaling=scaling))  # type: ignore[arg-type]
     world.tell(told.Tick())
     cheaper = (Region("near", (NodeOffer("node", 0.1, 5),)),)
@@ -282,7 +282,7 @@ def test_other_prices_call_for_a_plan_at_once(scaling: str) -> None:
     assert not [item for item in world.tell(told.Tick()) if isinstance(item, act.Replan)]
 
 
-def test_a_service_that_has_just_started_lets_nothing_go_for_want_of_requests() -> None:
+def test_started_service_does_not_scale_down_before_a_window_has_passed() -> None:
     world = build.world(PLAIN, Policy(scaling="ahead", window_s=24.0))
     asked: list[float] = []
     for second in range(60):
@@ -292,7 +292,7 @@ def test_a_service_that_has_just_started_lets_nothing_go_for_want_of_requests() 
     assert asked[0] >= 24.0, "a window that nobody has looked through says nothing"
 
 
-def test_nodes_that_can_be_had_now_are_used_at_once() -> None:
+def test_newly_available_nodes_are_used_at_once() -> None:
     known = replace(build.facts((ONE,)), regions=(Region("near", (NodeOffer("node", 1.0, 1),)),))
     world = build.world(TWO, known=known)
     assert len(world.brain.fleet.views) == 1
@@ -300,7 +300,7 @@ def test_nodes_that_can_be_had_now_are_used_at_once() -> None:
     assert [type(action) for action in actions] == [act.StartReplica]
 
 
-def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
+def test_queued_requests_count_as_demand_for_scaling() -> None:
     """With an objective requests wait before the replicas, where no replica reports them."""
     known = build.facts((ONE,))
     known = replace(known, models={"m": replace(known.models["m"], slo=Slo(60.0, 0.05))})
@@ -351,7 +351,7 @@ def adopt(world: World, plan: Plan, policy: Policy, ready: bool) -> World:
     st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3)), min_size=1, max_size=12),
     st.booleans(),
 )
-def test_whatever_is_under_way_is_counted_and_let_go_of(
+def test_adopted_requests_restore_the_load_counts_of_replicas(
     name: str, policy: Policy, asked: list[tuple[int, int]], ready: bool
 ) -> None:
     plan = PLANS[name]
@@ -398,7 +398,7 @@ def world() -> World:
     return made
 
 
-def test_it_goes_on_and_recovers_as_any_other(world: World) -> None:
+def test_adopted_request_continues_and_recovers_like_any_other(world: World) -> None:
     one, other = sorted(world.members)
     request = world.requests["r"]
     assert world.tell(told.RequestAdopted(request, 2, 10, aggregated(one), 0, True)) == []
@@ -413,7 +413,7 @@ def test_it_goes_on_and_recovers_as_any_other(world: World) -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_what_is_nowhere_is_sent_from_where_its_user_is(world: World) -> None:
+def test_adopted_request_without_a_route_is_dispatched_from_its_streamed_tokens(world: World) -> None:
     request = world.requests["r"]
     world.attempts["r"] = 5
     (run,) = world.tell(told.RequestAdopted(request, 4, 20, None))
@@ -423,7 +423,7 @@ def test_what_is_nowhere_is_sent_from_where_its_user_is(world: World) -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_where_a_replica_is_not_known_it_is_sent_again(world: World) -> None:
+def test_adopted_request_on_an_unknown_replica_is_dispatched_again(world: World) -> None:
     one = min(world.members)
     request = world.requests["r"]
     world.attempts["r"] = 1
@@ -483,7 +483,7 @@ def replicas_of(plan: Plan, versions: tuple[int, int]) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("kind", PLANS_VERSIONS)
-def test_who_agrees_hands_over_and_who_does_not_answers_alone(kind: str) -> None:
+def test_kv_is_transferred_only_between_equal_weight_versions(kind: str) -> None:
     alike = replicas_of(PLANS_VERSIONS[kind], (2, 2))
     assert any(len(item) == 2 for item in alike), "nothing is handed over even where all agree"
     answers = {item[-1] for item in alike if len(item) == 2}

@@ -10,7 +10,7 @@ from potluck.core.state.actions import Refuse
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_is_told_every_request_ends_once_and_nothing_is_left(seed: int) -> None:
+def test_every_request_ends_once_when_events_are_late_repeated_or_lost(seed: int) -> None:
     chaos = driver.trial(seed, 4000)
     assert chaos.events >= 4000
     assert all(chaos.fates.values()), (
@@ -20,7 +20,7 @@ def test_whatever_is_told_every_request_ends_once_and_nothing_is_left(seed: int)
     assert chaos.hedges
 
 
-def test_the_driver_tells_again_only_of_what_the_brain_remembers() -> None:
+def test_chaos_driver_repeats_only_events_the_brain_still_remembers() -> None:
     """One told again after ENDED others would begin anew, and its refusal be about a request that ended."""
     chaos = driver.Chaos(1)
     for _ in range(200):
@@ -29,7 +29,7 @@ def test_the_driver_tells_again_only_of_what_the_brain_remembers() -> None:
     assert "long over" not in chaos.brain.requests
 
 
-def test_the_driver_notices_what_it_looks_for() -> None:
+def test_chaos_driver_detects_violated_invariants() -> None:
     chaos = driver.Chaos(1)
     while not any(job.run for job in chaos.jobs.values()):
         chaos.step()

@@ -40,7 +40,7 @@ def sent(actions: list[act.Action]) -> act.Run:
     return run
 
 
-def test_news_of_an_attempt_that_is_over_change_nothing() -> None:
+def test_events_of_a_finished_attempt_change_nothing() -> None:
     world = build.world(many(3))
     first = sent(world.arrive(build.request("a")))
     again = sent(world.fail("a", "timeout", first.route.decoder, 3))
@@ -62,7 +62,7 @@ def test_news_of_an_attempt_that_is_over_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("end", ["finished", "refused", "cancelled", "before"])
-def test_what_ended_does_not_begin_again(end: str) -> None:
+def test_ended_request_does_not_start_again_on_a_repeated_arrival(end: str) -> None:
     world = build.world(many(1))
     asked = build.request("a", deadline_s=0.0 if end == "refused" else None)
     if end == "before":
@@ -80,7 +80,7 @@ def test_what_ended_does_not_begin_again(end: str) -> None:
     assert world.brain.sizes()["ended"] <= 2 * ENDED
 
 
-def test_a_loss_without_its_failures_is_asked_about_and_resumed_where_the_user_is() -> None:
+def test_lost_replica_without_failure_events_is_queried_and_its_request_resumed() -> None:
     world = build.world(many(2))
     run = sent(world.arrive(build.request("a")))
     world.advance("a")
@@ -97,7 +97,7 @@ def test_a_loss_without_its_failures_is_asked_about_and_resumed_where_the_user_i
     build.assert_at_rest(world.brain)
 
 
-def test_a_loss_that_was_not_one_and_notice_leave_requests_alone() -> None:
+def test_false_loss_report_and_spot_notice_do_not_interrupt_requests() -> None:
     world = build.world(many(2))
     run = sent(world.arrive(build.request("a")))
     world.tell(told.ReplicaLost(run.route.decoder, "spot", 30.0))
@@ -118,7 +118,7 @@ def test_a_loss_that_was_not_one_and_notice_leave_requests_alone() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_silence_ends_in_a_question_and_then_in_a_refusal() -> None:
+def test_silent_attempt_is_queried_and_then_refused_as_lost() -> None:
     world = build.world(many(1))
     world.arrive(build.request("a"))
     world.now_s = SILENCE_S
@@ -137,7 +137,7 @@ def member(name: str, region: str = "near", nodes: tuple[str, ...] = (), zone: s
     return ReplicaSpec(name, name, "t", 0, "homogeneous", "m", "mixed", region, nodes, zone)
 
 
-def test_the_smallest_domain_that_explains_all_losses() -> None:
+def test_loss_suspects_are_the_smallest_domain_of_all_losses() -> None:
     a, b = member("a", nodes=("n1",), zone="z1"), member("b", nodes=("n1", "n2"), zone="z1")
     c, d = member("c", nodes=("n3",), zone="z1"), member("d", nodes=("n4",), zone="z2")
     assert smallest([a]) == smallest([a, b]) == ("node near/n1",)
@@ -147,7 +147,7 @@ def test_the_smallest_domain_that_explains_all_losses() -> None:
     assert smallest([member("x")]) == ("x",)
 
 
-def test_losses_are_forgotten_mended_and_kept_apart_by_region() -> None:
+def test_recent_losses_expire_recover_and_are_separate_by_region() -> None:
     losses = RecentLosses()
     losses.note(0.0, member("a", nodes=("n1",)))
     losses.note(1.0, member("b", "far", nodes=("n1",)))
@@ -159,7 +159,7 @@ def test_losses_are_forgotten_mended_and_kept_apart_by_region() -> None:
     assert losses.suspects(TOGETHER_S + 1.5) == frozenset()
 
 
-def test_retries_leave_a_dying_region() -> None:
+def test_retries_avoid_a_region_with_many_losses() -> None:
     world = build.world(many(4, 2))
     for number in range(24):
         world.arrive(build.request(f"{number:02}"))
@@ -170,7 +170,7 @@ def test_retries_leave_a_dying_region() -> None:
     assert max(world.attempts.values()) <= 3
 
 
-def test_a_request_that_kills_replicas_is_stopped() -> None:
+def test_request_that_loses_every_replica_is_refused_after_its_retries() -> None:
     world = build.world(many(8), Policy(retries=2))
     run = sent(world.arrive(build.request("poison")))
     killed = 0
@@ -184,7 +184,7 @@ def test_a_request_that_kills_replicas_is_stopped() -> None:
     assert run.attempt == 0
 
 
-def test_a_request_that_kills_replicas_after_some_tokens_is_stopped_too() -> None:
+def test_request_that_loses_replicas_after_some_tokens_is_refused() -> None:
     """It gets no further than where it killed the first: only that first loss is not held against it."""
     world = build.world(many(8), Policy(retries=2))
     world.arrive(build.request("poison", output=50))
@@ -200,7 +200,7 @@ def test_a_request_that_kills_replicas_after_some_tokens_is_stopped_too() -> Non
 
 
 @pytest.mark.parametrize("sign", ["none", "another", "woke"])
-def test_a_request_on_replicas_that_fall_silent_is_what_silences_them_unless_others_do_or_wake(
+def test_request_whose_replicas_fall_silent_is_refused_unless_others_are_silent_or_recover(
     sign: str,
 ) -> None:
     """It gets no further, each time: a prompt that takes long on a machine that stops its engines in turn."""
@@ -223,7 +223,7 @@ def test_a_request_on_replicas_that_fall_silent_is_what_silences_them_unless_oth
     assert silenced == (3 if sign == "none" else 8)
 
 
-def test_a_request_that_gets_further_each_time_is_not_what_kills() -> None:
+def test_request_that_progresses_between_losses_is_retried() -> None:
     """Engines are frozen one after another, each while it is there: it goes on as long as somebody is."""
     world = build.world(many(8), Policy(retries=2))
     world.arrive(build.request("unlucky", output=50))
@@ -236,7 +236,7 @@ def test_a_request_that_gets_further_each_time_is_not_what_kills() -> None:
 
 
 @pytest.mark.parametrize(("deadline_s", "reason"), [(None, "no_capacity"), (4.0, "deadline")])
-def test_waiting_for_a_pair_ends_as_well(deadline_s: float | None, reason: str) -> None:
+def test_request_waiting_for_a_pair_is_refused_at_its_limit(deadline_s: float | None, reason: str) -> None:
     pair = build.template("pair", ("prefill", "mixed"), "pair", closed=(1.0,))
     plan = build.plan(
         (pair,), {("pair", "near"): 1}, {("pair", "near", "closed"): (1.0,)}, longest=(200_000,)
@@ -278,7 +278,7 @@ def _closed(template: build.Template, count: int) -> build.Plan:
     )
 
 
-def test_a_drained_replica_ends_what_it_has_and_another_takes_its_place() -> None:
+def test_drained_replica_finishes_its_requests_and_is_replaced() -> None:
     world = build.world(_closed(ONE_ORDERS, 2))
     (run,) = world.arrive(build.request("a"))
     replica = run.route.decoder
@@ -296,7 +296,7 @@ def test_a_drained_replica_ends_what_it_has_and_another_takes_its_place() -> Non
     assert world.tell(told.OperatorOrdered(replica, "drain")) == [], "it is gone"
 
 
-def test_a_cordoned_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is_over() -> None:
+def test_cordoned_replica_keeps_its_requests_and_gets_no_new_ones() -> None:
     world = build.world(_closed(ONE_ORDERS, 2))
     (run,) = world.arrive(build.request("a"))
     replica = run.route.decoder
@@ -313,7 +313,7 @@ def test_a_cordoned_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is
     assert last.route.decoder == replica, "the other one has four"
 
 
-def test_what_comes_while_all_are_cordoned_waits_until_one_is_not() -> None:
+def test_request_waits_while_all_replicas_are_cordoned() -> None:
     world = build.world(_closed(ONE_ORDERS, 1))
     (replica,) = world.members
     world.tell(told.OperatorOrdered(replica, "cordon"))
@@ -323,7 +323,7 @@ def test_what_comes_while_all_are_cordoned_waits_until_one_is_not() -> None:
     assert run.route.decoder == replica
 
 
-def test_a_copy_of_which_one_is_cordoned_gets_nothing_new() -> None:
+def test_copy_with_a_cordoned_replica_gets_no_new_requests() -> None:
     world = build.world(_closed(PAIR, 2))
     away = sorted(world.members)[0]
     world.tell(told.OperatorOrdered(away, "cordon"))
@@ -332,7 +332,7 @@ def test_a_copy_of_which_one_is_cordoned_gets_nothing_new() -> None:
         assert away not in [segment.replica for segment in run.route.segments]
 
 
-def test_a_copys_replicas_go_together() -> None:
+def test_draining_one_replica_drains_its_whole_copy() -> None:
     world = build.world(_closed(PAIR, 1))
     first, second = sorted(world.members)
     message = world.tell(told.OperatorOrdered(first, "drain"))
@@ -343,14 +343,14 @@ def test_a_copys_replicas_go_together() -> None:
     assert not {first, second} & world.members.keys()
 
 
-def test_a_replica_that_is_not_ready_takes_no_orders() -> None:
+def test_order_for_a_replica_that_is_not_ready_is_ignored() -> None:
     world = build.world(_closed(ONE_ORDERS, 1), ready=False)
     (replica,) = world.members
     assert world.tell(told.OperatorOrdered(replica, "drain")) == []
     assert world.tell(told.OperatorOrdered("nobody", "decode")) == []
 
 
-def test_a_role_by_hand_outlasts_rules_and_plans_until_it_is_given_back() -> None:
+def test_manual_role_survives_scaling_and_plans_until_it_is_reset() -> None:
     world = build.world(FLOW)
     replica = next(name for name in world.members if name.startswith("p@"))
     assert world.tell(told.OperatorOrdered(replica, "decode")) == [act.FlipReplica(replica, "decode")]
@@ -371,7 +371,7 @@ def test_a_role_by_hand_outlasts_rules_and_plans_until_it_is_given_back() -> Non
     assert act.FlipReplica(replica, "prefill") in world.tell(told.Tick()), "the rules decide again"
 
 
-def test_what_was_lost_just_before_an_order_is_replaced_all_the_same() -> None:
+def test_replica_lost_before_an_operator_order_is_replaced() -> None:
     world = build.world(FLOW)
     lost = next(name for name in world.members if name.startswith("d@"))
     flipped = next(name for name in world.members if name.startswith("p@"))
@@ -408,7 +408,9 @@ def sent_trouble(world: build.World, prefix: str, count: int = 12) -> set[str]:
 
 @pytest.mark.parametrize("heals", ["report", "time"])
 @pytest.mark.parametrize("plan", [THREE, COMBOS], ids=["plain", "combos"])
-def test_a_replica_that_may_be_gone_gets_nobody_until_it_is_heard_of(plan: build.Plan, heals: str) -> None:
+def test_suspected_replica_gets_no_requests_until_it_reports_or_time_passes(
+    plan: build.Plan, heals: str
+) -> None:
     world = build.world(plan, Policy(opportunistic=False))
     (run,) = world.arrive(build.request("a"))
     assert isinstance(run, act.Run)
@@ -428,7 +430,7 @@ def test_a_replica_that_may_be_gone_gets_nobody_until_it_is_heard_of(plan: build
     assert doubted in sent_trouble(world, "d")
 
 
-def test_a_silent_replica_gets_nobody_for_as_long_as_that_is_said() -> None:
+def test_silent_replica_gets_no_requests_while_it_is_reported_silent() -> None:
     """Many times a day perhaps: what it says once it answers is believed, however often it was silent."""
     world = build.world(THREE)
     silent = "one@near#1/0"
@@ -450,7 +452,7 @@ def test_a_silent_replica_gets_nobody_for_as_long_as_that_is_said() -> None:
     assert world.tell(told.ReplicaSilent("nobody")) == []
 
 
-def test_a_replica_whose_line_crawls_gets_nobody_for_as_long_as_is_said() -> None:
+def test_replica_behind_a_slow_link_gets_no_requests_for_the_reported_time() -> None:
     world = build.world(THREE)
     slow, start_s = "one@near#1/0", world.now_s
     world.tell(told.ReplicaSilent(slow, 5 * QUARANTINE_S))
@@ -461,7 +463,7 @@ def test_a_replica_whose_line_crawls_gets_nobody_for_as_long_as_is_said() -> Non
     assert slow in sent_trouble(world, "again ")
 
 
-def test_other_failures_are_no_reason_to_doubt_a_replica() -> None:
+def test_timeout_does_not_quarantine_a_replica() -> None:
     world = build.world(THREE)
     (run,) = world.arrive(build.request("a"))
     assert isinstance(run, act.Run)
@@ -469,7 +471,7 @@ def test_other_failures_are_no_reason_to_doubt_a_replica() -> None:
     assert run.route.decoder in sent_trouble(world, "b")
 
 
-def test_a_crowd_that_waited_is_spread_over_those_that_come_up() -> None:
+def test_queued_requests_are_spread_over_replicas_as_they_become_ready() -> None:
     batch = 8
     world = build.world(THREE, known=build.facts((ONE_TROUBLE,), batch=batch), ready=False)
     for number in range(40):
@@ -488,7 +490,7 @@ def test_a_crowd_that_waited_is_spread_over_those_that_come_up() -> None:
 
 
 @pytest.mark.parametrize(("slo", "attained"), [(Slo(1.0, 0.05), 1), (Slo(0.5, 0.05), 0), (None, 2)])
-def test_answers_that_came_too_late_do_not_count_as_attained(slo: Slo | None, attained: int) -> None:
+def test_late_answers_do_not_count_as_attained(slo: Slo | None, attained: int) -> None:
     known = build.facts((ONE_TROUBLE,))
     known = replace(known, models={"m": replace(known.models["m"], slo=slo)})
     world = build.world(THREE, Policy(scaling="cauchy"), known)
@@ -505,7 +507,7 @@ def test_answers_that_came_too_late_do_not_count_as_attained(slo: Slo | None, at
     assert (seen.finished, seen.attained) == (2, attained)
 
 
-def test_a_copy_that_lost_a_replica_is_not_whole_until_it_has_it_again() -> None:
+def test_copy_is_complete_only_when_every_replica_is_ready() -> None:
     fleet = FleetState()
     members = [ReplicaSpec(f"u/{i}", "u", "t", i, "combo", "m", "mixed", "near") for i in range(2)]
     for replica_spec in members:
@@ -522,7 +524,7 @@ def test_a_copy_that_lost_a_replica_is_not_whole_until_it_has_it_again() -> None
 
 
 @pytest.mark.parametrize("heals", [False, True])
-def test_one_that_fails_again_and_again_is_tried_ever_more_seldom_however_well_it_says_it_is(
+def test_repeatedly_failing_replica_is_retried_with_growing_delay(
     heals: bool,
 ) -> None:
     world = build.world(THREE, Policy(retries=99, balance="round-robin"))

@@ -84,7 +84,7 @@ def test_any_value_survives_json(value: object) -> None:
 
 @settings(max_examples=25)
 @given(build.plans)
-def test_a_plan_survives_its_file(value: Plan) -> None:
+def test_plan_survives_its_json_file(value: Plan) -> None:
     again = plan_from_json(plan_to_json(value))
     assert again == value
     assert plan_to_json(again) == plan_to_json(value)
@@ -92,7 +92,7 @@ def test_a_plan_survives_its_file(value: Plan) -> None:
 
 @settings(max_examples=25)
 @given(build.anything, st.data())
-def test_an_unknown_key_anywhere_is_named_with_the_nearest_right_one(
+def test_unknown_key_is_refused_with_its_path_and_nearest_known_key(
     value: object, data: st.DataObject
 ) -> None:
     body = encode(value)
@@ -108,7 +108,7 @@ def test_an_unknown_key_anywhere_is_named_with_the_nearest_right_one(
 
 @settings(max_examples=25)
 @given(build.anything, st.data())
-def test_a_key_left_out_is_named_unless_it_has_a_default(value: object, data: st.DataObject) -> None:
+def test_missing_key_is_refused_unless_it_has_a_default(value: object, data: st.DataObject) -> None:
     body = encode(value)
     objects = [place for place in places(body) if isinstance(at(body, place), dict)]
     place = data.draw(st.sampled_from(objects))
@@ -130,7 +130,7 @@ def test_a_key_left_out_is_named_unless_it_has_a_default(value: object, data: st
 
 @settings(max_examples=25)
 @given(build.anything, st.data())
-def test_a_wrong_type_anywhere_is_named_by_its_path(value: object, data: st.DataObject) -> None:
+def test_wrong_type_is_refused_with_its_path(value: object, data: st.DataObject) -> None:
     body = encode(value)
     place = data.draw(st.sampled_from([place for place in places(body) if place[-1:] != ("type",)]))
     wrong: object = "text" if isinstance(at(body, place), list | dict) else [1]
@@ -149,7 +149,7 @@ json_values = st.recursive(
 
 @settings(max_examples=25)
 @given(build.anything, json_values, st.data())
-def test_no_json_value_anywhere_raises_anything_but_a_format_error(
+def test_any_json_value_is_decoded_or_refused_with_a_format_error(
     value: object, junk: object, data: st.DataObject
 ) -> None:
     body = encode(value)
@@ -159,12 +159,12 @@ def test_no_json_value_anywhere_raises_anything_but_a_format_error(
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
-def test_numbers_that_are_not_finite_are_refused(text: str) -> None:
+def test_non_finite_numbers_are_refused(text: str) -> None:
     with pytest.raises(FormatError, match="not JSON|finite"):
         read_slo(SLO % text)
 
 
-def test_nan_is_never_written() -> None:
+def test_nan_is_never_written_to_json() -> None:
     hollow = Plan(
         "s", (), (), (), (), (), (Prediction("m", float("nan"), 1.0, 1.0, 1.0, "measured"),), 1.0, 0.0
     )
@@ -174,7 +174,7 @@ def test_nan_is_never_written() -> None:
 
 @pytest.mark.parametrize("shape", ["[%s]", '{"a":%s}'])
 @pytest.mark.parametrize("depth", [900, 10_000, 200_000])
-def test_deep_nesting_is_a_format_error(shape: str, depth: int) -> None:
+def test_deeply_nested_json_is_refused_with_a_format_error(shape: str, depth: int) -> None:
     left, right = shape.split("%s")
     deep = left * depth + "1" + right * depth
     for text in (deep, SLO % deep, f'{{"format": {deep}, "version": 1, "value": 1}}'):
@@ -184,7 +184,7 @@ def test_deep_nesting_is_a_format_error(shape: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("deep_key", ["type", "kind"])
-def test_deep_nesting_where_a_name_belongs_is_a_format_error(deep_key: str) -> None:
+def test_deeply_nested_type_name_is_refused_with_a_format_error(deep_key: str) -> None:
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
@@ -213,32 +213,32 @@ def test_deep_nesting_where_a_name_belongs_is_a_format_error(deep_key: str) -> N
         (SLO % '1, "a\\nb": 1', "value.'a\\\\nb': unknown key"),
     ],
 )
-def test_files_that_cannot_be_read_say_why(text: str, says: str) -> None:
+def test_unreadable_file_content_is_refused_with_its_reason(text: str, says: str) -> None:
     with pytest.raises(FormatError) as caught:
         read_slo(text)
     assert says.replace("\\\\", "\\") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_another_version_of_a_plan_names_both_versions() -> None:
+def test_plan_of_another_version_is_refused_with_both_versions() -> None:
     text = plan_to_json(Plan("s", (), (), (), (), (), (), 0.0, 0.0)).replace('"version": 1', '"version": 7')
     with pytest.raises(FormatError, match="version: is 7, this release reads 1"):
         plan_from_json(text)
 
 
-def test_an_unknown_member_of_a_union_gets_the_nearest() -> None:
+def test_unknown_union_member_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(FormatError) as caught:
         decode(Layer, {"attention": {"type": "FullAtention"}, "ffn": {"type": "DenseFfn"}})
     assert str(caught.value) == "attention.type: unknown 'FullAtention'; did you mean 'FullAttention'?"
 
 
-def test_a_union_without_its_type_lists_what_it_may_be() -> None:
+def test_union_without_a_type_is_refused_with_the_known_types() -> None:
     with pytest.raises(FormatError) as caught:
         decode(Layer, {"attention": {}, "ffn": {}})
     assert str(caught.value).startswith("attention.type: is missing; known are FullAttention, ")
 
 
-def test_a_literal_gets_the_nearest_value() -> None:
+def test_unknown_literal_is_refused_with_the_nearest_value() -> None:
     slow = {"model": "m", "bucket": 1, "prefill_region": "a", "decode_region": "b", "rate_per_s": 1}
     with pytest.raises(FormatError, match="codec: 'fp61' is not one of its values; did you mean 'fp16'?"):
         decode(plan.PlannedFlow, slow | {"codec": "fp61"})
@@ -254,7 +254,7 @@ class Odd:
     one: Literal[1] = 1
 
 
-def test_mappings_pairs_and_plain_unions() -> None:
+def test_mappings_pairs_and_plain_unions_are_encoded_and_checked() -> None:
     odd = Odd({"a": 1}, ("x", 0.5), "y")
     assert decode(Odd, encode(odd)) == odd
     body = {"table": {"a": 1}, "pair": ["x", 1], "either": 2}
@@ -269,14 +269,14 @@ def test_mappings_pairs_and_plain_unions() -> None:
             decode(Odd, body | {key: bad})
 
 
-def test_only_plain_values_are_encoded() -> None:
+def test_encode_refuses_values_that_are_not_plain() -> None:
     with pytest.raises(TypeError, match="cannot encode set"):
         encode({1})
     with pytest.raises(TypeError, match="cannot encode type"):
         encode(Gpu)
 
 
-def test_a_type_is_read_only_where_there_is_a_choice() -> None:
+def test_type_key_is_ignored_where_only_one_class_is_possible() -> None:
     """Classes may have had other names in the release that wrote a file."""
     route = Route((Segment("a", 0, None),))
     body = encode(route)

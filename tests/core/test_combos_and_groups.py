@@ -49,7 +49,7 @@ def sent(world: build.World, name: str, prompt: int = 1000) -> Run | None:
     return run
 
 
-def test_figure_5b_idle_decode_replicas_take_what_the_prefill_replica_cannot() -> None:
+def test_idle_decode_replicas_take_what_the_prefill_replica_cannot_as_in_figure_5b() -> None:
     world = build.world(COMBOS)
     routes = [sent(world, name) for name in "abcd"]
     assert [run.route if run else None for run in routes] == [
@@ -60,7 +60,7 @@ def test_figure_5b_idle_decode_replicas_take_what_the_prefill_replica_cannot() -
     ]
 
 
-def test_an_idle_prefill_replica_is_used_while_decode_replicas_are_busier() -> None:
+def test_idle_prefill_replica_serves_whole_requests_when_decode_replicas_are_busier() -> None:
     world = build.world(COMBOS)
     for number in range(6):
         sent(world, str(number))
@@ -79,7 +79,7 @@ def view(name: str, role: str, requests: int = 0, prompt: int = 0) -> ReplicaSta
     return ReplicaState(replica_spec, "ready", role, open_requests=requests, open_prefill_tokens=prompt)  # type: ignore[arg-type]
 
 
-def test_the_rules_of_running_in_place() -> None:
+def test_in_place_run_goes_to_the_replica_with_the_lowest_step_time() -> None:
     def step(each: ReplicaState) -> float:
         return each.open_requests + 1.0
 
@@ -101,7 +101,7 @@ def test_the_rules_of_running_in_place() -> None:
     assert in_place([busy_p], [reporting], step, 0.0) is None  # others' work, by its own word
 
 
-def test_a_step_is_a_line_through_its_two_known_batches() -> None:
+def test_step_time_is_linear_between_its_two_known_batch_sizes() -> None:
     known = ReplicaFacts(1e-4, 0.0, 0.030, 11, 100, 1000, decode_first_s=0.010)
     assert [step_seconds(known, batch) for batch in (1, 6, 11, 22)] == pytest.approx(
         [0.010, 0.020, 0.030, 0.060]
@@ -110,7 +110,7 @@ def test_a_step_is_a_line_through_its_two_known_batches() -> None:
     assert step_seconds(None, 7) == 7
 
 
-def test_busy_is_the_share_of_arrivals_that_find_work() -> None:
+def test_busy_share_converges_to_the_share_of_arrivals_that_find_work() -> None:
     busy, idle, at_work = 0.0, view("p", "prefill"), view("p", "prefill", 1, 500)
     for number in range(1000):
         busy = busier(busy, [at_work if number % 4 == 0 else idle])
@@ -118,14 +118,14 @@ def test_busy_is_the_share_of_arrivals_that_find_work() -> None:
     assert busier(0.0, [idle, at_work]) == pytest.approx(0.5 / 64)
 
 
-def test_without_it_every_request_takes_its_turn_on_the_fixed_path() -> None:
+def test_combo_without_opportunistic_runs_uses_only_prefill_to_decode_routes() -> None:
     world = build.world(COMBOS, Policy(opportunistic=False))
     runs = [sent(world, str(number)) for number in range(20)]
     expected = {handed_over(P, D0, 1000): 10, handed_over(P, D1, 1000): 10}
     assert Counter(run.route for run in runs if run) == expected
 
 
-def test_a_combo_that_lost_its_prefill_replica_still_answers() -> None:
+def test_combo_without_its_prefill_replica_serves_on_its_decode_replicas() -> None:
     world = build.world(COMBOS)
     world.lose(P)
     run = sent(world, "a")
@@ -133,7 +133,7 @@ def test_a_combo_that_lost_its_prefill_replica_still_answers() -> None:
     assert run.route in (aggregated(D0), aggregated(D1))
 
 
-def test_a_pair_takes_two_prompts_at_a_time_on_its_low_end() -> None:
+def test_pair_admits_two_prompts_on_its_low_end_replica() -> None:
     world = build.world(PAIRS, CRONUS)
     first, second, third, fourth = (sent(world, name) for name in "abcd")
     assert first is not None
@@ -150,7 +150,7 @@ def test_a_pair_takes_two_prompts_at_a_time_on_its_low_end() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_the_split_follows_the_high_end_replicas_report() -> None:
+def test_split_point_follows_the_status_report_of_the_high_end_replica() -> None:
     world = build.world(PAIRS)
     world.tell(told.ReplicaReported(HIGH, told.ReplicaStatus(0, 40, 0, 60_000, 10_000, 20_000, 0.04)))
     run = sent(world, "a", 4000)
@@ -164,7 +164,7 @@ def test_the_split_follows_the_high_end_replicas_report() -> None:
     assert whole.route == handed_over(LOW, HIGH, 4000)  # 100 blocks do not hold it
 
 
-def test_without_splitting_the_low_end_takes_whole_prompts_and_any_number() -> None:
+def test_pair_without_splitting_prefills_whole_prompts_on_the_low_end() -> None:
     world = build.world(PAIRS, Policy(split=False, low_decodes=False))
     runs = [sent(world, name) for name in "abcd"]
     assert [run.route if run else None for run in runs] == [handed_over(LOW, HIGH, 1000)] * 4
@@ -181,13 +181,13 @@ def decoding(world: build.World, count: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_decodes_stay_on_the_low_end_once_the_high_end_is_over_its_batch(keep: bool) -> None:
+def test_decodes_stay_on_the_low_end_when_the_high_end_exceeds_its_batch(keep: bool) -> None:
     counts = decoding(build.world(PAIRS, Policy(low_decodes=keep)), 24)  # both are planned for batches of 8
     assert counts == ({HIGH: 12, LOW: 12} if keep else {HIGH: 24})
     assert decoding(build.world(PAIRS), 8) == {HIGH: 8}
 
 
-def test_a_prompt_that_finds_no_place_may_go_whole_to_the_high_end() -> None:
+def test_prompt_without_a_low_end_slot_runs_whole_on_the_high_end() -> None:
     world = build.world(PAIRS)
     for name in "ab":
         sent(world, name)
@@ -198,7 +198,7 @@ def test_a_prompt_that_finds_no_place_may_go_whole_to_the_high_end() -> None:
     assert sent(world, "d") is None  # it has no blocks for it
 
 
-def test_no_prompt_goes_whole_to_a_high_end_that_is_over_its_batch() -> None:
+def test_no_whole_prompt_runs_on_a_high_end_over_its_batch() -> None:
     world = build.world(PAIRS, Policy(low_decodes=False))
     decoding(world, 8)  # what it is planned for
     assert (
@@ -212,7 +212,7 @@ def test_no_prompt_goes_whole_to_a_high_end_that_is_over_its_batch() -> None:
     assert last.route == aggregated(HIGH)
 
 
-def test_what_waits_for_a_pair_moves_on_when_the_pair_breaks() -> None:
+def test_requests_waiting_for_a_pair_run_on_the_high_end_when_the_low_end_is_lost() -> None:
     world = build.world(PAIRS, CRONUS)
     for name in "abcd":
         sent(world, name)
@@ -224,7 +224,7 @@ def test_what_waits_for_a_pair_moves_on_when_the_pair_breaks() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_a_segment_is_done_once() -> None:
+def test_repeated_segment_done_event_is_ignored() -> None:
     world = build.world(PAIRS, CRONUS)
     for name in "abcd":
         sent(world, name)
@@ -232,7 +232,7 @@ def test_a_segment_is_done_once() -> None:
     assert world.tell(told.SegmentDone("a", 0, 0)) == []
 
 
-def test_a_low_end_place_is_free_once_its_prefill_is_computed() -> None:
+def test_low_end_slot_is_free_once_its_prefill_is_computed() -> None:
     """CRONUS's bound is on prompts in the low-end instance; KV on its way holds nobody up."""
     world = build.world(PAIRS, CRONUS)
     for name in "abcd":
@@ -248,7 +248,7 @@ def test_a_low_end_place_is_free_once_its_prefill_is_computed() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_the_printed_algorithm_is_a_switch() -> None:
+def test_printed_split_rule_is_used_when_the_policy_selects_it() -> None:
     parts = []
     for rule in ("series", "printed"):
         world = build.world(PAIRS, replace(CRONUS, split_rule=rule))
@@ -259,7 +259,7 @@ def test_the_printed_algorithm_is_a_switch() -> None:
     assert parts[1] == printed_tokens(1000, build.SPLIT, (0, 0.0, 1 << 30))
 
 
-def test_arrivals_in_turn_do_not_hide_how_busy_a_prefill_replica_is() -> None:
+def test_evenly_spaced_arrivals_do_not_lower_the_measured_prefill_utilization() -> None:
     """Prompts of 0.1 s come every 0.125 s: each finds the replica free, which is busy for 0.8 of the time."""
     fleet = build.plan(
         [build.template("c", ("prefill", "decode"), "combo", closed=(5.0, 5.0))],
@@ -278,7 +278,7 @@ def test_arrivals_in_turn_do_not_hide_how_busy_a_prefill_replica_is() -> None:
     assert result[-1] == pytest.approx(0.8)
 
 
-def test_copies_that_are_alike_have_alike_though_their_paces_scatter() -> None:
+def test_equal_copies_get_equal_shares_when_their_learned_paces_vary() -> None:
     one = build.template("one", closed=(5.0, 5.0))
     there = build.world(build.plan([one], {("one", "near"): 3}, {("one", "near", "closed"): (5.0, 5.0)}))
     targets = list(there.brain.table.singles.values())
@@ -352,7 +352,7 @@ def ends(world: World, count: int, start: int = 0, prompt: int = 1000) -> Counte
 
 
 @pytest.mark.parametrize("balance", ["learned", "goodput", "fixed"])
-def test_requests_are_shared_as_planned_in_every_run_of_them(balance: str) -> None:
+def test_group_requests_follow_the_planned_flows(balance: str) -> None:
     world = world_of(facts_of(5), Policy(admission=False, balance=balance))  # type: ignore[arg-type]
     for start in (0, 40, 80):
         seen = ends(world, 40, start)
@@ -361,7 +361,7 @@ def test_requests_are_shared_as_planned_in_every_run_of_them(balance: str) -> No
         assert set(seen) == {(i, j) for i, j, _ in FLOWS}
 
 
-def test_when_a_replica_is_lost_the_others_share_anew() -> None:
+def test_group_flows_are_rebalanced_when_a_replica_is_lost() -> None:
     """Decoder 3 goes: its two prefillers hand to decoder 2, which was nobody's of replica 1."""
     world = world_of(facts_of(5))
     world.lose("g@near#0/3")
@@ -372,7 +372,7 @@ def test_when_a_replica_is_lost_the_others_share_anew() -> None:
     assert abs(seen[4, 4] - 60 * alone / (4.0 + alone)) <= 2
 
 
-def test_links_decide_who_hands_to_whom_when_it_is_decided_anew() -> None:
+def test_rebalanced_group_flows_respect_link_bandwidth() -> None:
     facts = facts_of(5, {(0, 2): 1.0})
     world = world_of(facts)
     world.lose("g@near#0/3")
@@ -381,13 +381,13 @@ def test_links_decide_who_hands_to_whom_when_it_is_decided_anew() -> None:
     assert seen[1, 2] > 10
 
 
-def test_without_facts_of_its_machines_a_group_serves_on_with_what_is_left_of_its_flows() -> None:
+def test_group_without_machine_facts_keeps_its_remaining_flows() -> None:
     world = world_of(replace(facts_of(5), groups={}))
     world.lose("g@near#0/0")
     assert set(ends(world, 30)) == {(1, 3), (4, 4)}
 
 
-def test_flows_are_checked_and_written_with_a_plan() -> None:
+def test_template_flows_survive_the_plan_file_and_are_validated() -> None:
     made = plan([group()], {("g", "near"): 1}, {("g", "near", "closed"): (5.0, 1.0)})
     assert plan_from_json(plan_to_json(made)) == made
     with pytest.raises(InputError, match="beyond the 1"):
@@ -398,7 +398,7 @@ def test_flows_are_checked_and_written_with_a_plan() -> None:
 
 @settings(max_examples=25)
 @given(st.integers(0, 10**6))
-def test_routing_is_the_transportation_problem_of_the_planner(seed: int) -> None:
+def test_group_routing_equals_the_planner_transport_optimum(seed: int) -> None:
     rng = np.random.default_rng(seed)
     m, n, links = rng.integers(1, 5, 3)
     first, second = rng.uniform(0, 8, m), rng.uniform(0, 8, n)
@@ -420,7 +420,7 @@ def test_routing_is_the_transportation_problem_of_the_planner(seed: int) -> None
 
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.integers(2, 5))
-def test_new_roles_serve_as_much_as_any_with_the_fewest_flips(seed: int, count: int) -> None:
+def test_chosen_group_roles_serve_the_most_with_the_fewest_flips(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     links = {
         (i, j): float(rng.choice([0.0, 1e-4, 1e-3])) for i, j in product(range(count), repeat=2) if i != j
@@ -447,14 +447,14 @@ def test_new_roles_serve_as_much_as_any_with_the_fewest_flips(seed: int, count: 
     assert before - 1e-9 <= result <= most * (1 + 1e-9)
 
 
-def test_roles_stay_for_less_than_the_gain_that_was_asked_for() -> None:
+def test_group_roles_stay_when_the_gain_is_below_the_threshold() -> None:
     facts, lengths = facts_of(2, prefill=(5.0, 5.0), decode=(5.0, 5.5)), MeanLengths(1000.0, 100.0)
     now: dict[int, Role] = {0: "decode", 1: "prefill"}
     assert best_roles(facts, "g", now, lengths, 0.5)[0] == now
     assert GroupRates(facts, "g", lengths).mixed(0) == pytest.approx(2.0)
 
 
-def test_a_lost_replica_makes_others_flip_at_the_next_tick() -> None:
+def test_lost_group_replica_flips_roles_of_others_at_the_next_tick() -> None:
     roles: tuple[Role, ...] = ("prefill", "decode", "decode")
     flows = (TemplateFlow(0, 0, 1, 0.5), TemplateFlow(0, 0, 2, 0.5))
     made = replace(template("g", roles, "group", closed=(4.0,)), flows=flows)

@@ -50,7 +50,7 @@ def ahead_s(there: World) -> list[float]:
     return [view.open_prefill_tokens * PROMPT_S for view in there.brain.fleet.views.values()]
 
 
-def test_a_request_that_is_in_time_behind_a_long_prompt_is_not_refused() -> None:
+def test_request_still_within_its_objective_is_dispatched_beyond_the_queue_limit() -> None:
     """A replica with 0.52 s of prompts is full, but 0.4 s more are in time when a second is left of the objective."""
     there = after_a_long_one(1)
     there.arrive(request("first", prompt=5200))
@@ -65,7 +65,7 @@ def test_a_request_that_is_in_time_behind_a_long_prompt_is_not_refused() -> None
     assert_at_rest(there.brain)
 
 
-def test_a_request_that_would_be_late_everywhere_is_refused() -> None:
+def test_request_that_would_miss_its_objective_everywhere_is_refused() -> None:
     there = after_a_long_one(1)
     there.arrive(request("first", prompt=12_000))
     there.arrive(request("second", prompt=9000))
@@ -74,7 +74,7 @@ def test_a_request_that_would_be_late_everywhere_is_refused() -> None:
     assert set(there.jobs) == {"first"}
 
 
-def test_it_goes_where_its_prompt_is_computed_first_and_what_is_cached_counts() -> None:
+def test_late_request_goes_to_the_replica_that_prefills_it_first_counting_its_cache() -> None:
     there = after_a_long_one(2)
     for name, prompt in (("a", 9000), ("b", 11_000)):
         there.arrive(request(name, prompt=prompt))
@@ -92,7 +92,7 @@ def test_it_goes_where_its_prompt_is_computed_first_and_what_is_cached_counts() 
     assert where(there.tell(Tick())) == [holder]
 
 
-def test_short_prompts_fill_replicas_no_further_than_before() -> None:
+def test_short_prompts_do_not_exceed_the_queue_limit_of_replicas() -> None:
     there = made(2)
     for number in range(200):
         there.arrive(request(str(number)))
@@ -101,7 +101,7 @@ def test_short_prompts_fill_replicas_no_further_than_before() -> None:
     assert all(item <= AHEAD * SLO.ttft_s + 1000 * PROMPT_S for item in ahead_s(there))
 
 
-def test_between_tenants_it_is_whose_turn_it_is_that_counts() -> None:
+def test_late_dispatch_goes_to_the_tenant_whose_turn_it_is() -> None:
     there = after_a_long_one(1)
     there.arrive(request("first", prompt=6000))
     there.arrive(request("second", prompt=6000)._replace(tenant="other"))
@@ -109,7 +109,7 @@ def test_between_tenants_it_is_whose_turn_it_is_that_counts() -> None:
     assert refused(there.tell(Tick())) == ["second"]
 
 
-def test_prompts_that_are_late_anyway_go_where_such_a_one_is() -> None:
+def test_prompts_that_miss_their_objective_share_one_replica() -> None:
     there = made(3)
     (first,) = where(there.arrive(request("first", prompt=25_000)))
     (second,) = where(there.arrive(request("second", prompt=25_000)))
@@ -121,7 +121,7 @@ def test_prompts_that_are_late_anyway_go_where_such_a_one_is() -> None:
     assert third != first
 
 
-def test_of_replicas_without_prompts_it_goes_where_the_fewest_answers_are() -> None:
+def test_late_prompt_goes_to_the_idle_prefill_replica_with_the_fewest_answers() -> None:
     there = made(2)
     there.arrive(request("a", prompt=20, output=2000))
     (first,) = where(there.arrive(request("b", prompt=3000, output=10)))
@@ -135,13 +135,13 @@ def test_of_replicas_without_prompts_it_goes_where_the_fewest_answers_are() -> N
     assert counts[late] == 1, (counts, first, other)
 
 
-def test_without_an_objective_nobody_is_late() -> None:
+def test_no_prompt_is_late_without_an_objective() -> None:
     there = made(2, slo=None)
     places = [where(there.arrive(request(str(number), prompt=25_000)))[0] for number in range(2)]
     assert len(set(places)) == 2
 
 
-def test_a_prefix_is_worth_more_beside_many_answers_and_costs_more_there() -> None:
+def test_cached_prefix_is_preferred_only_if_the_objective_allows_its_queue() -> None:
     """With an objective, a prompt is computed where fewer wait for it, though a little of it is cached elsewhere."""
     chosen = []
     for slo in (SLO, None):
@@ -179,7 +179,7 @@ def apart(**known: float) -> World:
     return world(fleet, Policy(), replace(made, models=models, replicas=replicas))
 
 
-def test_over_a_flow_who_is_in_time_does_not_wait_for_room() -> None:
+def test_request_over_a_flow_that_meets_its_objective_exceeds_the_queue_limit() -> None:
     """0.95 s of prompts are ahead, more than the 0.9 that leave room; 0.5 s more is in time, 1.1 s is not."""
     there = apart(prefill_fixed_s=0.3)
     assert where(there.arrive(request("first", prompt=9500, output=10))) == ["p@near#1/0"]
@@ -189,7 +189,7 @@ def test_over_a_flow_who_is_in_time_does_not_wait_for_room() -> None:
     assert [segment.replica for segment in run.route.segments] == ["p@near#1/0", "d@near#0/0"]
 
 
-def test_a_prompt_that_is_late_anyway_yields_and_nobody_waits_for_it() -> None:
+def test_late_prompt_yields_and_is_not_counted_in_the_wait_of_others() -> None:
     there = apart(alone_s_per_token=2 * PROMPT_S)
     (late,) = there.arrive(request("late", prompt=12_000))  # alone 2.4 s, of a pipeline's pace 1.2 s
     (short,) = there.arrive(request("short", prompt=3000))
@@ -209,7 +209,7 @@ def test_a_prompt_that_is_late_anyway_yields_and_nobody_waits_for_it() -> None:
     assert_at_rest(there.brain)
 
 
-def test_a_pipeline_that_had_prompts_one_by_one_is_not_taken_to_be_late_with_all() -> None:
+def test_lone_prompts_in_a_pipeline_do_not_make_later_prompts_late() -> None:
     """A lone prompt of 9,000 tokens takes 1.8 s, twice what a full pipeline takes for one: that is no pace of lone
     prompts besides. With 2.5 times as long for each token of a full one it is late."""
     for pace, yields in ((2.0, False), (2.5, True)):
@@ -220,7 +220,7 @@ def test_a_pipeline_that_had_prompts_one_by_one_is_not_taken_to_be_late_with_all
         assert run.yields is yields
 
 
-def test_a_decoder_computes_prompts_only_if_answers_there_keep_their_pace() -> None:
+def test_decode_replica_prefills_only_if_its_answers_keep_their_tpot() -> None:
     """Answers of 100 tokens at 12 ms, of which 54 are allowed: 4.2 s of a prompt make 42 more, 4.3 s too many."""
     there = apart(max_tokens=200_000)
     view = there.brain.fleet.views["d@near#0/0"]
@@ -232,7 +232,7 @@ def test_a_decoder_computes_prompts_only_if_answers_there_keep_their_pace() -> N
     assert not there.brain.admission.room.bears(view, new, 43_000)
 
 
-def test_prompts_on_a_decoder_add_up_until_an_answers_time_has_passed() -> None:
+def test_prefills_on_a_decode_replica_accumulate_over_the_time_of_an_answer() -> None:
     """As above, 4.2 s of prompts are borne in the time of an answer, which is 100 tokens of 60 ms."""
     there = apart(max_tokens=200_000)
     view, room = there.brain.fleet.views["d@near#0/0"], there.brain.admission.room

@@ -17,7 +17,7 @@ from potluck.core.errors import (
 )
 
 
-def test_one_tree() -> None:
+def test_exceptions_derive_from_one_base_class() -> None:
     assert issubclass(InputError, PotluckError)
     assert issubclass(UnknownNameError, InputError)
     assert issubclass(FormatError, InputError)
@@ -25,14 +25,14 @@ def test_one_tree() -> None:
     assert not issubclass(CapacityError, InputError)
 
 
-def test_an_input_error_keeps_field_and_problem() -> None:
+def test_input_error_keeps_field_and_problem() -> None:
     error = InputError("fleet.price", "must not be negative")
     assert (error.field, error.problem) == ("fleet.price", "must not be negative")
     assert str(error) == "fleet.price: must not be negative"
     assert str(InputError("", "nothing to do")) == "nothing to do"
 
 
-def test_an_unknown_name_is_kept_and_answered() -> None:
+def test_unknown_name_error_keeps_the_name_and_suggests_one() -> None:
     error = UnknownNameError("gpu", "H10O", ["H100", "A100-80"])
     assert error.name == "H10O"
     assert str(error) == "gpu: unknown 'H10O'; did you mean 'H100'?"
@@ -50,12 +50,14 @@ def test_an_unknown_name_is_kept_and_answered() -> None:
         ("", ["a"], "; known are a"),
     ],
 )
-def test_did_you_mean(name: str, known: list[str], says: str) -> None:
+def test_did_you_mean_suggests_the_nearest_or_lists_known_names(
+    name: str, known: list[str], says: str
+) -> None:
     assert did_you_mean(name, known) == says
 
 
 @given(st.text(max_size=9), st.lists(st.text("abcde_", min_size=1, max_size=9), max_size=20))
-def test_only_a_known_name_is_suggested(name: str, known: list[str]) -> None:
+def test_did_you_mean_suggests_only_known_names(name: str, known: list[str]) -> None:
     hint = did_you_mean(name, known)
     if "did you mean" in hint:
         assert hint.removeprefix("; did you mean '").removesuffix("'?") in known
@@ -64,7 +66,7 @@ def test_only_a_known_name_is_suggested(name: str, known: list[str]) -> None:
 
 
 @given(st.lists(st.text("abcde_", min_size=1, max_size=9), min_size=1, max_size=20), st.data())
-def test_a_known_name_in_other_case_is_its_own_nearest(known: list[str], data: st.DataObject) -> None:
+def test_did_you_mean_ignores_case(known: list[str], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(known))
     assert did_you_mean(name.upper(), known) == f"; did you mean {name!r}?"
 

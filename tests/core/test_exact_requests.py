@@ -65,7 +65,7 @@ class LossyChaos(Chaos):
         super()._run(run)
 
 
-def test_no_exact_request_is_sent_over_a_lossy_hand_over_and_some_do_cross() -> None:
+def test_exact_requests_never_use_a_lossy_transfer_and_some_are_transferred() -> None:
     result = 0
     for seed in range(6):
         chaos = LossyChaos(seed)
@@ -86,7 +86,7 @@ def hops(world: build.World, exact: bool, count: int, prompt: int) -> list[int]:
     return result
 
 
-def test_whole_kv_crosses_a_link_that_was_planned_for_less_until_going_round_is_sooner() -> None:
+def test_exact_request_crosses_a_link_only_while_that_is_faster_than_local_prefill() -> None:
     """Facts: 10 Gb/s, 100 kB a token: 4,000 tokens take 0.32 s whole, 0.09 s in four bits, and 0.4 s to compute."""
     plan = in_codec(ACROSS, "int4")
     lossy = hops(build.world(plan), False, 6, 4000)
@@ -96,14 +96,14 @@ def test_whole_kv_crosses_a_link_that_was_planned_for_less_until_going_round_is_
     assert 1 in exact
 
 
-def test_a_plan_takes_the_codecs_of_the_one_before_it_away() -> None:
+def test_new_plan_replaces_the_link_codecs_of_the_previous_plan() -> None:
     world = build.world(in_codec(ACROSS, "int8"))
     assert world.brain.router.links.codecs == {("m", "far", "near"): "int8"}
     world.plan(build.plan((D,), {("d", "near"): 1}, {("d", "near", "closed"): (9.0,)}))
     assert world.brain.router.links.codecs == {}
 
 
-def test_lossy_crossings_are_told_once_each_and_whole_ones_not() -> None:
+def test_each_lossy_transfer_of_a_plan_is_noted_once() -> None:
     assert lossy_notices(ACROSS) == ()
     combo = build.template("c", ("prefill", "decode"), "combo", closed=(2.0,))
     alone = build.template("a", ("mixed", "mixed"), closed=(2.0,))

@@ -53,18 +53,18 @@ def errors(rates: list[float], learn: int, ahead: int) -> tuple[float, float]:
     return mine, stays
 
 
-def test_a_day_is_learned() -> None:
+def test_forecast_learns_a_daily_pattern() -> None:
     mine, stays = errors(days(6, noise=0.01), 4 * DAY, 3)
     assert mine < 0.6 * stays
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_what_cannot_be_known_costs_little(seed: int) -> None:
+def test_forecast_of_a_random_walk_is_hardly_worse_than_the_last_value(seed: int) -> None:
     mine, stays = errors(walk(6, seed), 3 * DAY, 1)
     assert mine < 1.05 * stays
 
 
-def test_an_outage_is_not_learned_as_a_law() -> None:
+def test_forecast_ignores_a_single_outage() -> None:
     rates = days(6, noise=0.01)
     rates[3 * DAY : 3 * DAY + 4] = [0.0] * 4
     mine, stays = errors(rates, 4 * DAY, 3)
@@ -72,7 +72,7 @@ def test_an_outage_is_not_learned_as_a_law() -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
-def test_the_high_figure_suffices_as_often_as_asked(share: float) -> None:
+def test_forecast_quantile_holds_as_often_as_its_share(share: float) -> None:
     rates = walk(8, seed=4)
     forecaster = Forecaster(rates[: 4 * DAY])
     kept = 0
@@ -84,7 +84,7 @@ def test_the_high_figure_suffices_as_often_as_asked(share: float) -> None:
     assert kept / (4 * DAY) == pytest.approx(share, abs=0.06)
 
 
-def test_the_rise_of_the_morning_is_seen_before_it_comes() -> None:
+def test_forecast_sees_the_morning_rise_before_it_starts() -> None:
     rates = days(7)
     before = Forecaster(rates[: 6 * DAY + DAY - 12])  # two hours before the wave's mean, rising steeply
     now = rates[6 * DAY + DAY - 13]
@@ -93,13 +93,13 @@ def test_the_rise_of_the_morning_is_seen_before_it_comes() -> None:
     assert "day" in outlook.reason or "week" in outlook.reason or "trend" in outlook.reason
 
 
-def test_without_a_past_it_stays_and_the_error_is_a_guess() -> None:
+def test_forecast_without_history_keeps_the_rate_with_a_default_error() -> None:
     outlook = Forecaster().outlook(4.0, 0.1, 600.0, 0.9)
     assert outlook.mean_per_s == pytest.approx(4.0)
     assert 4.5 < outlook.high_per_s < 6.0
 
 
-def test_counting_arrivals_closes_bins() -> None:
+def test_counted_arrivals_close_forecast_bins() -> None:
     forecaster = Forecaster()
     for tick in range(0, int(3 * BIN_S) + 1, 5):
         forecaster.count(float(tick), tick * 2)
@@ -109,14 +109,16 @@ def test_counting_arrivals_closes_bins() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=200), st.floats(0.0, 1e6), st.floats(0.01, 0.99))
-def test_whatever_the_past_a_forecast_is_a_rate(history: list[float], now: float, share: float) -> None:
+def test_forecast_is_a_positive_finite_rate_for_any_history(
+    history: list[float], now: float, share: float
+) -> None:
     outlook = Forecaster(history).outlook(now, 0.1, 3600.0, share)
     assert 0 < outlook.mean_per_s < math.inf
     assert 0 < outlook.high_per_s < math.inf
 
 
 @given(st.integers(0, 10_000))
-def test_the_equations_are_solved(seed: int) -> None:
+def test_forecast_regression_solves_its_equations(seed: int) -> None:
     rng = random.Random(seed)
     root = [[rng.uniform(-1, 1) for _ in range(4)] for _ in range(4)]
     rows = [
@@ -151,7 +153,7 @@ class Asked:
 POLICY = Policy(scaling="ahead")
 
 
-def test_a_rise_is_answered_at_once_and_a_dip_is_waited_out() -> None:
+def test_ahead_scaling_asks_for_a_rise_at_once_and_for_a_drop_after_a_delay() -> None:
     asked = Asked(POLICY, [4.0] * DAY)
     asked.show(0.0, 1200.0, 4.0)
     first = asked.asked[-1][1]
@@ -166,7 +168,7 @@ def test_a_rise_is_answered_at_once_and_a_dip_is_waited_out() -> None:
 
 
 @pytest.mark.parametrize("rate_per_s", [1.0, 4.0, 25.0])
-def test_headroom_is_not_asked_for_twice(rate_per_s: float) -> None:
+def test_ahead_scaling_applies_headroom_once(rate_per_s: float) -> None:
     """What never moves is asked for as it is, and what chance adds to it, times headroom over what may be used."""
     asked = Asked(POLICY, [rate_per_s] * (2 * DAY))
     asked.show(0.0, 600.0, rate_per_s)
@@ -176,7 +178,7 @@ def test_headroom_is_not_asked_for_twice(rate_per_s: float) -> None:
     )
 
 
-def test_bad_knobs_are_named() -> None:
+def test_invalid_forecast_settings_are_refused_by_name() -> None:
     with pytest.raises(InputError, match="forecast_share"):
         Policy(forecast_share=1.0)
     with pytest.raises(InputError, match="busiest"):

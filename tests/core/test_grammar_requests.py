@@ -119,7 +119,7 @@ def test_request_with_grammar_is_never_hedged() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("grammar", [False, True])
-def test_logs_and_processes_keep_the_grammar_of_a_request(exact: bool, grammar: bool) -> None:
+def test_logs_and_worker_events_keep_the_grammar_of_a_request(exact: bool, grammar: bool) -> None:
     request = build.request("a", blocks=(1, 2))._replace(exact=exact, grammar=grammar)
     for event in (
         told.RequestArrived(request),

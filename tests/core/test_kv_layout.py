@@ -37,7 +37,7 @@ def layouts(draw: st.DrawFn) -> KvLayout:
 
 @given(layouts(), layouts(), st.sampled_from(HEADS))
 @settings(max_examples=300)
-def test_every_worker_gets_its_layers_and_heads_once_and_every_sender_knows_its_readers(
+def test_every_worker_receives_each_layer_and_head_once(
     sender: KvLayout, receiver: KvLayout, heads: int
 ) -> None:
     readers: dict[int, list[KvCut]] = {rank: [] for rank in range(sender.workers)}
@@ -72,7 +72,7 @@ def test_every_worker_gets_its_layers_and_heads_once_and_every_sender_knows_its_
         assert {cut.readers for cut in cuts} == {len(cuts)}
 
 
-def test_degrees_and_heads_must_fit() -> None:
+def test_tensor_parallel_degree_must_fit_the_kv_heads() -> None:
     assert [heads_of(2, 4, rank) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
     assert copies_of(2, 8) == 4
     with pytest.raises(InputError, match="does not fit 8 KV heads"):
@@ -88,7 +88,7 @@ def test_degrees_and_heads_must_fit() -> None:
         ("a:1,b:7?tensor=2&layers=20,12", [("a", 1), ("a", 2), ("b", 7), ("b", 8)]),
     ],
 )
-def test_an_address_is_read_and_written(text: str, workers: list[tuple[str, int]]) -> None:
+def test_kv_address_survives_parsing_and_formatting(text: str, workers: list[tuple[str, int]]) -> None:
     address = kv_address(text)
     assert list(address.workers) == workers
     assert str(address) == text
@@ -105,12 +105,12 @@ def test_an_address_is_read_and_written(text: str, workers: list[tuple[str, int]
         "a:1?more=1", "a:1?tensor=2000", "a:1,b:2?layers=3,0", "x" * 5000 + ":1", "a:1\n", 7,
     ],
 )  # fmt: skip
-def test_what_is_no_address_is_refused(text: object) -> None:
+def test_invalid_kv_address_is_refused(text: object) -> None:
     with pytest.raises(InputError, match="kv"):
         kv_address(text)
 
 
-def test_a_host_alone_is_an_address_where_any_port_will_do() -> None:
+def test_kv_address_without_a_port_is_accepted_where_any_port_is_allowed() -> None:
     assert kv_address("Host", port=0) == KvAddress((("host", 0),))
 
 
@@ -122,9 +122,7 @@ def chunk(layer: int, first: int, stop: int, heads: int, rng: np.random.Generato
 
 @given(st.integers(0, 10**6), st.sampled_from([(4, 1), (4, 2), (4, 4), (8, 2)]))
 @settings(max_examples=60)
-def test_chunks_cut_by_heads_are_whole_again_in_any_order_and_however_their_tokens_were_cut(
-    seed: int, cut_in: tuple[int, int]
-) -> None:
+def test_chunks_cut_by_heads_join_to_the_whole_in_any_order(seed: int, cut_in: tuple[int, int]) -> None:
     heads, parts = cut_in
     rng = np.random.default_rng(seed)
     whole = chunk(3, 5, 25, heads, rng)
@@ -150,7 +148,7 @@ def test_chunks_cut_by_heads_are_whole_again_in_any_order_and_however_their_toke
     assert bytes(out) == bytes(whole.data)
 
 
-def test_a_cut_leaves_other_layers_out_and_does_not_touch_latents() -> None:
+def test_kv_cut_drops_other_layers_and_keeps_latents_whole() -> None:
     rng = np.random.default_rng(0)
     whole = chunk(3, 0, 4, 2, rng)
     assert cut_chunk(whole, KvCut(layers=(0, 3))) is None

@@ -31,7 +31,7 @@ def fleet_of_one() -> FleetState:
 
 @given(st.floats(0.2, 6.0), st.lists(st.floats(4.0, 20.0), min_size=100, max_size=100))
 @settings(max_examples=15)
-def test_a_pace_converges_to_the_true_one(truth: float, planned_s: list[float]) -> None:
+def test_learned_pace_converges_to_the_true_pace(truth: float, planned_s: list[float]) -> None:
     fleet = fleet_of_one()
     replica = fleet.views["r"]
     for at_s, seconds in enumerate(planned_s):
@@ -43,7 +43,7 @@ def test_a_pace_converges_to_the_true_one(truth: float, planned_s: list[float]) 
 @given(
     st.lists(st.tuples(st.floats(0.0, 1e9), st.floats(0.0, 1e6), st.booleans(), st.booleans()), max_size=100)
 )
-def test_whatever_is_told_a_pace_stays_in_its_bounds_and_is_forgotten(
+def test_learned_pace_and_late_share_stay_bounded_and_decay(
     said: list[tuple[float, float, bool, bool]],
 ) -> None:
     fleet = fleet_of_one()
@@ -80,7 +80,7 @@ def serve(world: build.World, slow: str, factor: float, count: int, step_s: floa
     return counts
 
 
-def test_a_slow_replica_is_found_out_avoided_and_tried_again() -> None:
+def test_slow_replica_gets_fewer_requests_and_is_tried_again_later() -> None:
     world = build.world(TWO)
     first, second = sorted(world.members)
     counts = serve(world, first, 6.0, 60)
@@ -96,14 +96,14 @@ def test_a_slow_replica_is_found_out_avoided_and_tried_again() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_other_balances_learn_nothing() -> None:
+def test_other_balances_learn_no_pace() -> None:
     world = build.world(TWO, Policy(balance="token"))
     first = min(world.members)
     serve(world, first, 6.0, 20)
     assert {view.pace for view in world.brain.fleet.views.values()} == {1.0}
 
 
-def test_answers_that_come_too_slowly_make_a_replica_count_for_less() -> None:
+def test_late_answers_raise_the_load_weight_of_a_replica() -> None:
     known = build.facts((SAME,))
     known = replace(known, models={"m": replace(known.models["m"], slo=Slo(2.0, 0.05))})
     world = build.world(TWO, None, known)
@@ -116,7 +116,7 @@ def test_answers_that_come_too_slowly_make_a_replica_count_for_less() -> None:
     assert target.pace > view.pace
 
 
-def test_the_wait_is_of_prompts_before_it_at_the_pace_observed() -> None:
+def test_predicted_wait_is_the_queued_prefill_at_the_learned_pace() -> None:
     world = build.world(TWO)
     speeds, views = world.brain.speeds, world.brain.fleet.views
     assert {speeds.wait_s(view) for view in views.values()} == {0.0}
@@ -129,7 +129,7 @@ def test_the_wait_is_of_prompts_before_it_at_the_pace_observed() -> None:
     assert speeds.wait_s(busy) == 0.0
 
 
-def test_an_engine_that_runs_one_at_a_time_keeps_the_next_waiting() -> None:
+def test_predicted_wait_of_an_engine_with_one_slot_includes_the_running_request() -> None:
     world = build.world(TWO, ready=False)
     fleet, first = world.brain.fleet, min(world.members)
     world.make_ready(first, max_running=1)
@@ -141,7 +141,7 @@ def test_an_engine_that_runs_one_at_a_time_keeps_the_next_waiting() -> None:
         fleet.reassign(view.member)  # it is the same engine
 
 
-def test_answers_count_as_long_as_they_were_not_as_long_as_they_may_get() -> None:
+def test_load_of_an_answer_uses_the_learned_output_length() -> None:
     world = build.world(TWO)
     (run,) = world.arrive(build.request("a", output=4000))
     assert isinstance(run, Run)
@@ -155,7 +155,7 @@ def test_answers_count_as_long_as_they_were_not_as_long_as_they_may_get() -> Non
     assert world.brain.speeds.answer_tokens("m", 20) == 20
 
 
-def test_an_answer_that_came_whole_teaches_its_length_and_no_pace() -> None:
+def test_unstreamed_answer_teaches_output_length_but_no_pace() -> None:
     world = build.world(TWO)
     speeds = world.brain.speeds
     (run,) = world.arrive(build.request("whole", prompt=50, output=400))
@@ -173,7 +173,7 @@ def test_an_answer_that_came_whole_teaches_its_length_and_no_pace() -> None:
     assert speeds.prompt_tokens("m") == 50
 
 
-def test_a_replica_that_changed_is_believed_after_a_few_and_one_hiccup_is_not() -> None:
+def test_pace_follows_a_lasting_change_and_ignores_a_single_outlier() -> None:
     def learned(ratios: list[float]) -> float:
         fleet = fleet_of_one()
         replica = fleet.views["r"]

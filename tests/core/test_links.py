@@ -55,7 +55,7 @@ def send(world: build.World, count: int, prompt: int = 1000) -> list[Run]:
     return runs
 
 
-def test_a_link_as_planned_is_used_and_a_slow_one_only_as_far_as_it_goes() -> None:
+def test_slow_link_carries_only_the_requests_it_can_finish_in_time() -> None:
     world = build.world(ACROSS)
     assert {hops(run) for run in send(world, 4)} == {2}
     for job in list(world.jobs):
@@ -68,13 +68,13 @@ def test_a_link_as_planned_is_used_and_a_slow_one_only_as_far_as_it_goes() -> No
     assert hops(send(world, 1)[0]) == 2
 
 
-def test_a_link_that_is_a_little_slower_is_used_on() -> None:
+def test_slightly_slower_link_is_still_used() -> None:
     world = build.world(ACROSS)
     world.tell(slow(6.0))  # 0.05 s later than planned
     assert {hops(run) for run in send(world, 2)} == {2}
 
 
-def test_a_full_link_is_late_even_if_it_says_nothing() -> None:
+def test_queued_transfers_make_a_link_late_without_a_report() -> None:
     world = build.world(ACROSS)
     kinds = [hops(run) for run in send(world, 40, prompt=4000)]  # 0.32 s of link each, 0.4 s of prefill
     assert kinds[0] == 2
@@ -82,13 +82,13 @@ def test_a_full_link_is_late_even_if_it_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("balance", ["goodput", "round-robin", "token"])
-def test_other_balances_keep_to_the_plan(balance: str) -> None:
+def test_other_balances_keep_to_the_planned_flows(balance: str) -> None:
     world = build.world(ACROSS, Policy(balance=balance))  # type: ignore[arg-type]
     world.tell(slow(0.1))
     assert {hops(run) for run in send(world, 4)} == {2}
 
 
-def test_what_is_stuck_is_done_again_elsewhere_once() -> None:
+def test_requests_stuck_on_a_slow_link_are_retried_elsewhere_once() -> None:
     world = build.world(ACROSS)
     runs = send(world, 3)
     actions = world.tell(slow(0.1))
@@ -110,7 +110,7 @@ def test_what_is_stuck_is_done_again_elsewhere_once() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_what_streams_already_goes_on_from_where_its_user_is() -> None:
+def test_recalled_request_that_already_streams_resumes_from_its_tokens() -> None:
     """The news that it is over the link were lost or crossed the word that the link is slow."""
     world = build.world(ACROSS)
     send(world, 3)
@@ -133,7 +133,7 @@ def test_what_streams_already_goes_on_from_where_its_user_is() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_nobody_answers_for_what_was_recalled() -> None:
+def test_recalled_request_without_an_answer_is_refused_as_lost() -> None:
     world = build.world(ACROSS)
     send(world, 1, prompt=20_000)
     assert any(isinstance(action, QueryAttempt) for action in world.tell(slow(0.1)))
@@ -145,7 +145,7 @@ def test_nobody_answers_for_what_was_recalled() -> None:
     build.assert_at_rest(world.brain)
 
 
-def test_what_is_nearly_over_stays() -> None:
+def test_nearly_finished_transfer_is_not_recalled() -> None:
     world = build.world(ACROSS)
     send(world, 1)
     assert world.tell(slow(1.0)) == []  # 0.8 s: not worth the prefill
@@ -154,14 +154,14 @@ def test_what_is_nearly_over_stays() -> None:
     assert world.tell(slow(0.01)) == []  # it is over already
 
 
-def test_nothing_is_done_again_where_no_retry_is_allowed() -> None:
+def test_transfer_is_not_recalled_without_retries() -> None:
     world = build.world(ACROSS, Policy(retries=0))
     send(world, 2)
     assert world.tell(slow(0.1)) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50_000)), max_size=60), st.floats(0.01, 20.0))
-def test_lateness_is_the_bytes_before_and_ones_own(steps: list[tuple[int, int]], gbps: float) -> None:
+def test_link_lateness_is_the_time_of_queued_and_own_bytes(steps: list[tuple[int, int]], gbps: float) -> None:
     links = LinkStates(build.facts((P, D)))
     links.reported(slow(gbps))
     requests: dict[int, RequestState] = {}
@@ -184,7 +184,9 @@ def test_lateness_is_the_bytes_before_and_ones_own(steps: list[tuple[int, int]],
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50_000)), max_size=20),
     st.tuples(st.floats(0.1, 10.0), st.floats(0.1, 10.0), st.floats(0.1, 10.0)),
 )
-def test_a_link_is_late_for_who_floods_it(sent: list[tuple[str, int]], weights: tuple[float, ...]) -> None:
+def test_link_lateness_of_a_tenant_is_its_own_bytes_plus_the_fair_share_of_others(
+    sent: list[tuple[str, int]], weights: tuple[float, ...]
+) -> None:
     """Before one's KV is all of one's own, and of the others no more than their due meanwhile, nor than they have."""
     links, weight = LinkStates(build.facts((P, D))), dict(zip("abc", weights, strict=True))
     has = dict.fromkeys("abc", 0.0)
@@ -219,7 +221,9 @@ def report(utilisation: float, queued_bytes: float = 0.0, gbps: float = 10.0) ->
 
 
 @given(tokens, tokens, tokens, tokens)
-def test_scarce_bandwidth_looks_at_the_local_cache_only(t: int, total: int, here: int, there: int) -> None:
+def test_scarce_bandwidth_compares_the_threshold_with_local_cache_only(
+    t: int, total: int, here: int, there: int
+) -> None:
     here, there = min(here, total), min(there, total)
     choice = decide(LengthThreshold(t, t, scarce=True), total, here, there)
     assert choice == PrefillChoice(total - here > t, False, total - here, total - there)
@@ -227,7 +231,9 @@ def test_scarce_bandwidth_looks_at_the_local_cache_only(t: int, total: int, here
 
 
 @given(tokens, tokens, tokens, tokens)
-def test_abundant_bandwidth_uses_the_best_cache_anywhere(t: int, total: int, here: int, there: int) -> None:
+def test_abundant_bandwidth_uses_the_longest_cached_prefix_of_either_side(
+    t: int, total: int, here: int, there: int
+) -> None:
     here, there = min(here, total), min(there, total)
     choice = decide(LengthThreshold(t, t, scarce=False), total, here, there)
     assert choice.remote == (total - max(here, there) > t)
@@ -236,7 +242,7 @@ def test_abundant_bandwidth_uses_the_best_cache_anywhere(t: int, total: int, her
     assert choice.fetch == (other > computing)
 
 
-def test_a_congested_link_raises_the_threshold_until_it_clears() -> None:
+def test_congested_link_raises_the_threshold_until_it_clears() -> None:
     threshold = LengthThreshold(10_000.0, 10_000.0)
     seen = [threshold.tokens]
     for _ in range(8):
@@ -250,7 +256,7 @@ def test_a_congested_link_raises_the_threshold_until_it_clears() -> None:
     assert abs(threshold.tokens - 10_000.0) < 1.0
 
 
-def test_a_queue_is_congestion_even_when_utilisation_is_low() -> None:
+def test_queued_bytes_raise_the_threshold_at_low_utilization() -> None:
     threshold = LengthThreshold(10_000.0, 10_000.0)
     half_a_second = 0.5 * 10e9 / 8
     assert after_report(threshold, report(0.1, half_a_second * 0.9)).tokens == 10_000.0
@@ -262,7 +268,7 @@ def test_a_queue_is_congestion_even_when_utilisation_is_low() -> None:
     st.floats(0, 1e6),
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e12), st.floats(0, 400)), max_size=60),
 )
-def test_the_threshold_stays_between_its_base_and_a_limit(
+def test_threshold_stays_between_its_base_and_a_limit(
     base: float, reports: list[tuple[float, float, float]]
 ) -> None:
     threshold = LengthThreshold(base, base)
@@ -272,7 +278,7 @@ def test_the_threshold_stays_between_its_base_and_a_limit(
         assert threshold.base_tokens == base
 
 
-def test_loss_and_a_long_queue_of_prompts_are_congestion_too() -> None:
+def test_packet_loss_and_queued_prefill_raise_the_threshold() -> None:
     threshold = LengthThreshold(10_000.0, 10_000.0, scarce=False)
     calm = report(0.1)
     assert after_report(threshold, report(0.6)._replace(lost_share=0.005)).tokens == 10_000.0
@@ -286,7 +292,7 @@ def test_loss_and_a_long_queue_of_prompts_are_congestion_too() -> None:
     assert not waiting.scarce  # the link itself has room
 
 
-def test_a_queue_of_prompts_raises_the_threshold_by_what_waits_and_not_for_how_long() -> None:
+def test_threshold_rise_from_queued_prefill_depends_on_its_amount_not_its_duration() -> None:
     threshold = LengthThreshold(10_000.0, 10_000.0)
     for _ in range(60):
         threshold = after_report(threshold, report(0.2), 3.0)
@@ -296,7 +302,7 @@ def test_a_queue_of_prompts_raises_the_threshold_by_what_waits_and_not_for_how_l
     assert 10_000.0 < threshold.tokens < 14_000.0  # less waits by now
 
 
-def test_bytes_that_wait_raise_the_threshold_by_how_long_and_not_for_how_long() -> None:
+def test_threshold_rise_from_queued_bytes_depends_on_their_amount_not_their_duration() -> None:
     threshold = LengthThreshold(10_000.0, 10_000.0)
     for ahead_s in (0.0, -9.0):  # whether prompts wait at home as well
         for _ in range(60):
@@ -304,7 +310,7 @@ def test_bytes_that_wait_raise_the_threshold_by_how_long_and_not_for_how_long() 
         assert threshold.tokens == pytest.approx(10_000.0 * (1 + 2 * QUEUE_SHARE))
 
 
-def test_a_full_link_without_a_queue_raises_it_unless_prompts_wait_at_home() -> None:
+def test_full_link_without_a_queue_raises_the_threshold_unless_prompts_wait_locally() -> None:
     raised = LengthThreshold(10_000.0, 20_000.0)
     assert after_report(raised, report(1.0), -0.5).tokens == pytest.approx(22_000.0)
     for use in (1.0, 0.8):
@@ -312,7 +318,7 @@ def test_a_full_link_without_a_queue_raises_it_unless_prompts_wait_at_home() -> 
     assert after_report(raised, report(0.8), -0.5).tokens == 20_000.0
 
 
-def test_a_link_that_carries_a_third_stays_full_though_nothing_waits() -> None:
+def test_link_with_reduced_bandwidth_counts_as_full_when_no_bytes_wait() -> None:
     """Bytes waited, and 3 of 10 Gbps crossed: 2.9 Gbps without a queue leave no room, until it carried more."""
     threshold = after_report(LengthThreshold(10_000.0, 10_000.0), report(0.3, 5e9, gbps=3.0))
     assert after_report(threshold, report(0.29)).tokens > threshold.tokens > 10_000.0
@@ -324,7 +330,7 @@ def test_a_link_that_carries_a_third_stays_full_though_nothing_waits() -> None:
     assert threshold.tokens < 10_500.0
 
 
-def test_a_threshold_of_nothing_rises_and_returns() -> None:
+def test_threshold_of_zero_rises_under_congestion_and_returns() -> None:
     threshold = LengthThreshold(0.0, 0.0)
     for _ in range(30):
         threshold = after_report(threshold, report(0.95))
@@ -337,7 +343,7 @@ def test_a_threshold_of_nothing_rises_and_returns() -> None:
     assert rebased(LengthThreshold(1000.0, 1500.0), 0.0).tokens > 512.0
 
 
-def test_the_regime_has_a_gap_between_its_two_edges() -> None:
+def test_threshold_regime_has_hysteresis() -> None:
     threshold = LengthThreshold(1.0, 1.0, scarce=True)
     assert after_report(threshold, report(0.6)).scarce
     abundant = after_report(threshold, report(0.4))
@@ -346,7 +352,7 @@ def test_the_regime_has_a_gap_between_its_two_edges() -> None:
     assert after_report(abundant, report(0.75)).scarce
 
 
-def test_a_new_base_keeps_the_reaction_to_congestion() -> None:
+def test_new_threshold_base_keeps_the_relative_rise() -> None:
     raised = replace(LengthThreshold(1000.0, 1000.0), tokens=1500.0)
     assert rebased(raised, 2000.0) == LengthThreshold(2000.0, 3000.0)
 
@@ -361,7 +367,7 @@ def stated(
     return [threshold.tokens for threshold in plan.thresholds]
 
 
-def test_the_plans_threshold_lies_in_the_first_bucket_that_crosses() -> None:
+def test_planned_threshold_lies_in_the_first_bucket_that_crosses() -> None:
     assert stated((1.0, 1.0, 0.0), (0.0, 0.0, 1.0)) == [4000.0]
     assert stated((1.0, 0.0, 0.0), (0.0, 1.0, 1.0)) == [1000.0]
     # A third of the middle bucket crosses: the upper third of its lengths.
@@ -370,7 +376,7 @@ def test_the_plans_threshold_lies_in_the_first_bucket_that_crosses() -> None:
     assert stated((1.0, 2.0, 0.0), (0.0, 1.0, 1.0), (0.0, 0.0, 1.0)) == [3000.0, 4000.0]
 
 
-def test_a_plan_that_does_not_choose_by_length_has_no_threshold() -> None:
+def test_plan_without_length_ordered_flows_has_no_threshold() -> None:
     assert stated((1.0, 1.0, 1.0), (0.0, 0.0, 0.0)) == []
     assert stated((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)) == []
     assert stated((0.0, 1.0, 1.0), (1.0, 0.0, 0.0)) == []  # the short ones cross

@@ -69,7 +69,7 @@ def named(world: build.World, template: str, region: str = "near") -> list[str]:
     return sorted(n for n, m in world.members.items() if m.template == template and m.region == region)
 
 
-def test_what_a_decoder_holds_is_not_computed_again() -> None:
+def test_prefix_cached_on_a_decode_replica_is_not_computed_again() -> None:
     for holder in (0, 1):
         world = build.world(HOME)
         world.tell(CacheReported(named(world, "d")[holder], 1, BLOCKS))
@@ -82,7 +82,7 @@ def test_what_a_decoder_holds_is_not_computed_again() -> None:
         at_rest(world)
 
 
-def test_a_busy_holder_lends_to_a_replica_with_less_to_do() -> None:
+def test_busy_prefix_holder_sends_its_prefix_to_a_less_loaded_replica() -> None:
     world = build.world(ALONE, known=quick(ALONE))
     one, two = named(world, "mix")
     world.tell(CacheReported(one, 1, BLOCKS))
@@ -100,7 +100,7 @@ def test_a_busy_holder_lends_to_a_replica_with_less_to_do() -> None:
     ],
     ids=["has room", "others wait", "no blocks"],
 )
-def test_who_has_no_room_does_not_lend(status: ReplicaStatus, lends: bool) -> None:
+def test_replica_without_free_blocks_sends_no_prefix(status: ReplicaStatus, lends: bool) -> None:
     world = build.world(HOME)
     one = named(world, "d")[0]
     world.tell(CacheReported(one, 1, BLOCKS))
@@ -112,14 +112,14 @@ def test_who_has_no_room_does_not_lend(status: ReplicaStatus, lends: bool) -> No
 @pytest.mark.parametrize(
     "policy", [Policy(pool_caches=False), Policy(affinity=0.0)], ids=["not pooled", "no affinity"]
 )
-def test_the_pool_can_be_switched_off(policy: Policy) -> None:
+def test_policy_disables_the_regional_prefix_pool(policy: Policy) -> None:
     world = build.world(HOME, policy)
     for name in named(world, "d"):
         world.tell(CacheReported(name, 1, BLOCKS))
     assert places(sent(world))[0] == (named(world, "p")[0], 0, 3000)
 
 
-def test_a_prefix_is_computed_where_that_is_sooner_than_reading_it() -> None:
+def test_prefix_is_recomputed_where_that_is_faster_than_fetching_it() -> None:
     facts = build.facts((P, D))
     heavy = replace(facts, models={"m": replace(facts.models["m"], kv_bytes_per_token=1e7)})
     world = build.world(HOME, known=heavy)
@@ -128,7 +128,7 @@ def test_a_prefix_is_computed_where_that_is_sooner_than_reading_it() -> None:
     assert all(len(job.run.route.segments) < 3 for job in world.jobs.values())
 
 
-def test_whoever_failed_a_request_does_not_lend_to_it() -> None:
+def test_replica_that_failed_a_request_is_no_prefix_source_for_it() -> None:
     world = build.world(ALONE, known=quick(ALONE))
     one, _ = named(world, "mix")
     world.tell(CacheReported(one, 1, BLOCKS))
@@ -138,7 +138,7 @@ def test_whoever_failed_a_request_does_not_lend_to_it() -> None:
     assert all(one not in {segment.replica for segment in run.route.segments} for run in again)
 
 
-def test_a_far_prefix_is_fetched_for_a_replica_that_does_all_but_not_over_a_dead_link() -> None:
+def test_remote_prefix_is_fetched_unless_the_link_is_down() -> None:
     world = build.world(AWAY)
     far, mix = named(world, "p", "far")[0], named(world, "mix")[0]
     world.tell(CacheReported(far, 1, BLOCKS))
@@ -150,7 +150,7 @@ def test_a_far_prefix_is_fetched_for_a_replica_that_does_all_but_not_over_a_dead
     at_rest(world)
 
 
-def test_a_full_local_way_does_not_open_a_dead_link() -> None:
+def test_full_local_replicas_do_not_send_requests_over_a_dead_link() -> None:
     world = build.world(AWAY)
     far = named(world, "p", "far")[0]
     world.tell(CLEAR._replace(gbps=0.0))
@@ -171,7 +171,7 @@ CLUSTERS = build.plan(
 )
 
 
-def test_every_link_has_its_own_threshold() -> None:
+def test_every_link_has_its_own_length_threshold() -> None:
     facts = build.facts((P, D))
     links = {**facts.links_gbps, ("off", "near"): 10.0}
     world = build.world(CLUSTERS, Policy(balance="goodput"), known=replace(facts, links_gbps=links))
@@ -188,7 +188,7 @@ def test_every_link_has_its_own_threshold() -> None:
     assert thresholds["far->near"].tokens > thresholds["off->near"].tokens == 2000.0
 
 
-def test_prompts_that_wait_in_the_prefill_cluster_raise_the_threshold() -> None:
+def test_queued_prefill_in_the_remote_cluster_raises_the_threshold() -> None:
     world = build.world(AWAY, Policy(balance="goodput"))
     world.tell(CLEAR)
     before = world.brain.router.thresholds.links["m"]["far->near"].tokens
@@ -211,7 +211,7 @@ ACROSS = build.plan(
 """All prompts cross, so the plan has no threshold."""
 
 
-def test_a_threshold_can_be_set_where_the_plan_has_none() -> None:
+def test_threshold_can_be_set_where_the_plan_has_none() -> None:
     world = build.world(ACROSS, Policy(balance="goodput"))
 
     def region(prompt: int) -> str:
@@ -225,7 +225,7 @@ def test_a_threshold_can_be_set_where_the_plan_has_none() -> None:
     at_rest(world)
 
 
-def test_nothing_is_set_where_nothing_crosses_or_lengths_are_not_to_decide() -> None:
+def test_threshold_is_not_set_without_remote_flows_or_adaptation() -> None:
     for plan, policy in ((HOME, Policy()), (ACROSS, Policy(adapt_threshold=False))):
         world = build.world(plan, policy)
         world.brain.router.thresholds.rebase("m", 4000)
@@ -233,7 +233,7 @@ def test_nothing_is_set_where_nothing_crosses_or_lengths_are_not_to_decide() -> 
 
 
 @pytest.mark.parametrize("checkpoint", [180, 100])
-def test_what_resumes_at_checkpoints_alone_is_lent_one_token_beyond(checkpoint: int) -> None:
+def test_prefix_fetched_for_a_hybrid_model_ends_one_token_after_a_checkpoint(checkpoint: int) -> None:
     facts = quick(HOME)
     hybrid = replace(facts.models["m"], exact_prefix=True, state_bytes=1e6)
     world = build.world(HOME, known=replace(facts, models={"m": hybrid}))
@@ -255,7 +255,7 @@ chain_steps = st.lists(
 
 
 @given(chain_steps, st.integers(0, 2), st.sets(st.sampled_from("abc")), st.booleans())
-def test_the_deepest_prefix_of_those_that_are_wanted_is_found(
+def test_prefix_index_returns_the_deepest_prefix_of_the_wanted_replicas(
     steps: list[tuple[str, int, int, int]], asked: int, wanted: set[str], exact: bool
 ) -> None:
     """Caches hold prefixes (a block never goes before those that build on it), so bisection finds the longest."""
@@ -293,7 +293,7 @@ def test_the_deepest_prefix_of_those_that_are_wanted_is_found(
     assert all(depth(name) >= deepest for name in holders)
 
 
-def test_saved_prefill_is_weighed_against_waiting() -> None:
+def test_best_holder_weighs_saved_prefill_against_waiting_time() -> None:
     saved = {"here": 0.0, "warm": 2.0}
     assert best_holder(saved, {"here": 0.0, "warm": 1.9}, "here", 1.0) == "warm"
     assert best_holder(saved, {"here": 0.0, "warm": 2.1}, "here", 1.0) == "here"
@@ -310,7 +310,7 @@ WARM = "mix@near#0/0"
 BLOCKS_CACHES = tuple(range(1, 1 + 1600 // 16))
 
 
-def test_a_lost_report_leaves_a_replica_out_until_it_was_counted_anew() -> None:
+def test_replica_with_a_lost_cache_report_is_ignored_until_resynced() -> None:
     world = build.world(PLAN)
     assert world.tell(CacheReported(WARM, 1, BLOCKS_CACHES)) == []
     assert world.brain.caches.index.held_by(WARM, BLOCKS_CACHES) == 100

@@ -162,7 +162,7 @@ def event(replica: str, sequence: int, added: tuple[int, ...], whole: bool = Fal
     return CacheReported(replica, sequence, added, epoch=1, whole=whole)
 
 
-def test_a_gap_makes_stale_and_a_snapshot_heals() -> None:
+def test_prefix_index_drops_a_replica_on_a_gap_and_restores_it_from_a_snapshot() -> None:
     index = PrefixIndex()
     assert not index.apply(event("r", 1, (1,)), "c")
     assert index.longest((1, 2)) == {"c": PrefixMatch(1, ("r",))}
@@ -174,7 +174,7 @@ def test_a_gap_makes_stale_and_a_snapshot_heals() -> None:
     assert index.holders(9) == ()
 
 
-def test_what_a_snapshot_covers_is_not_waited_for() -> None:
+def test_prefix_index_does_not_wait_for_reports_covered_by_a_snapshot() -> None:
     index = PrefixIndex(most_late=2)
     for sequence in (2, 3, 4, 5):
         assert index.apply(event("r", sequence, (sequence,)), "c")
@@ -184,7 +184,7 @@ def test_what_a_snapshot_covers_is_not_waited_for() -> None:
     assert index.longest((1, 2, 3, 4, 5)) == {"c": PrefixMatch(5, ("r",))}
 
 
-def test_nothing_from_before_a_restart_counts() -> None:
+def test_prefix_index_ignores_reports_from_before_a_restart() -> None:
     index = PrefixIndex()
     index.apply(event("r", 1, (1,)), "c")
     assert not index.apply(CacheReported("r", 1, (2,), epoch=2), "c")
@@ -193,14 +193,14 @@ def test_nothing_from_before_a_restart_counts() -> None:
     assert index.view() == {"r": (1, frozenset({2}))}
 
 
-def test_a_late_report_heals_as_well() -> None:
+def test_prefix_index_recovers_from_a_gap_when_the_late_report_arrives() -> None:
     index = PrefixIndex()
     assert index.apply(event("r", 2, (2,)), "c")
     assert not index.apply(event("r", 1, (1,)), "c")
     assert index.longest((1, 2)) == {"c": PrefixMatch(2, ("r",))}
 
 
-def test_replicas_come_and_go_without_leaving_anything_behind() -> None:
+def test_prefix_index_frees_the_entries_of_removed_replicas() -> None:
     index = PrefixIndex()
     for number in range(3 * SWEEP_AT):
         index.apply(event(f"r{number}", 1, (1, 2, 100 + number)), "c")
@@ -211,7 +211,7 @@ def test_replicas_come_and_go_without_leaving_anything_behind() -> None:
     assert len(index) <= SWEEP_AT + 4
 
 
-def test_the_index_is_bounded_and_keeps_what_is_asked_for() -> None:
+def test_prefix_index_is_bounded_and_keeps_recently_queried_prefixes() -> None:
     index = PrefixIndex(most_blocks=160)
     index.apply(event("r", 1, tuple(range(1000, 1010))), "c")
     for number in range(100):

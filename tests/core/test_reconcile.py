@@ -50,7 +50,7 @@ def replaced(world: World, wanted: dict[Key, int]) -> None:
 
 @given(old=counts, new=counts, seed=st.integers(0, 2**32))
 @settings(max_examples=68, deadline=None)
-def test_it_arrives_and_never_serves_less_than_old_and_wanted(
+def test_reconciler_reaches_the_wanted_counts_without_capacity_below_old_and_new(
     old: dict[Key, int], new: dict[Key, int], seed: int
 ) -> None:
     world = World(KNOWN, old, random.Random(seed))
@@ -71,7 +71,9 @@ def test_it_arrives_and_never_serves_less_than_old_and_wanted(
 
 @given(old=counts, new=counts, seed=st.integers(0, 2**32))
 @settings(max_examples=27, deadline=None)
-def test_losses_on_the_way_are_made_good(old: dict[Key, int], new: dict[Key, int], seed: int) -> None:
+def test_reconciler_replaces_replicas_lost_during_a_change(
+    old: dict[Key, int], new: dict[Key, int], seed: int
+) -> None:
     world = World(KNOWN, old, random.Random(seed))
     for _ in range(20):
         world.call()
@@ -86,7 +88,9 @@ def test_losses_on_the_way_are_made_good(old: dict[Key, int], new: dict[Key, int
 
 @given(old=counts, new=counts, seed=st.integers(0, 2**32), rounds=st.integers(0, 12))
 @settings(max_examples=27, deadline=None)
-def test_a_second_call_does_nothing(old: dict[Key, int], new: dict[Key, int], seed: int, rounds: int) -> None:
+def test_repeated_reconcile_call_does_nothing(
+    old: dict[Key, int], new: dict[Key, int], seed: int, rounds: int
+) -> None:
     world = World(KNOWN, old, random.Random(seed))
     for number in range(rounds):
         if number == rounds // 2:
@@ -102,7 +106,7 @@ def test_a_second_call_does_nothing(old: dict[Key, int], new: dict[Key, int], se
 
 @given(old=counts, new=counts, seed=st.integers(0, 2**32), dip=st.sampled_from([0.0, 0.3, 1.0]))
 @settings(max_examples=45, deadline=None)
-def test_nodes_are_never_overdrawn_and_a_full_dip_always_arrives(
+def test_reconciler_never_exceeds_available_nodes_and_a_full_dip_always_finishes(
     old: dict[Key, int], new: dict[Key, int], seed: int, dip: float
 ) -> None:
     world = World(KNOWN, old, random.Random(seed), dip=dip)
@@ -150,7 +154,7 @@ def at_rest(
     return world
 
 
-def test_new_copies_start_first_and_the_least_loaded_old_ones_leave_as_they_get_ready() -> None:
+def test_reconciler_starts_new_copies_first_and_drains_the_least_loaded_old_ones() -> None:
     world = at_rest({("small", "east"): 3})
     for load, view in zip((5, 0, 2), world.fleet.views.values(), strict=True):
         view.open_requests = load
@@ -168,7 +172,7 @@ def test_new_copies_start_first_and_the_least_loaded_old_ones_leave_as_they_get_
     assert world.call().settled
 
 
-def test_copies_that_do_not_serve_yet_are_stopped_not_drained() -> None:
+def test_copies_that_do_not_serve_yet_are_stopped_without_draining() -> None:
     world = World(KNOWN, {("combo", "east"): 2}, random.Random(0))
     world.call()
     for replica in ("combo@east#0/0", "combo@east#1/0", "combo@east#1/1", "combo@east#1/2"):
@@ -178,7 +182,7 @@ def test_copies_that_do_not_serve_yet_are_stopped_not_drained() -> None:
     assert world.call().actions == (act.DrainReplica("combo@east#0/0"), *stops)
 
 
-def test_a_copy_that_lost_a_replica_gets_it_back_under_a_new_id() -> None:
+def test_copy_that_lost_a_replica_gets_it_back_under_a_new_id() -> None:
     world = at_rest({("combo", "east"): 1})
     world.fleet.remove("combo@east#0/1")
     (start,) = world.call().actions
@@ -187,7 +191,7 @@ def test_a_copy_that_lost_a_replica_gets_it_back_under_a_new_id() -> None:
     assert start.member.id != "combo@east#0/1"
 
 
-def test_starts_that_fail_are_tried_again_ever_more_slowly() -> None:
+def test_failed_starts_are_retried_with_exponential_backoff() -> None:
     world = World(KNOWN, {("small", "east"): 1}, random.Random(0))
     tries = []
     while world.at_s < 2000:
@@ -207,7 +211,7 @@ def test_starts_that_fail_are_tried_again_ever_more_slowly() -> None:
     assert not world.progress.attempts
 
 
-def test_without_spare_nodes_it_says_which_dip_it_needs() -> None:
+def test_reconciler_without_spare_nodes_notes_the_dip_it_needs() -> None:
     world = at_rest({("small", "east"): 4}, {("east", "n"): 4})
     replaced(world, {("dec", "east"): 2, ("small", "east"): 2})
     assert world.call().actions[0] == act.DrainReplica(
@@ -246,7 +250,7 @@ def test_without_spare_nodes_it_says_which_dip_it_needs() -> None:
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=36, deadline=None)
-def test_an_exchange_on_full_nodes_keeps_within_the_dip(
+def test_exchange_on_full_nodes_keeps_capacity_within_the_dip(
     old: int, new: int, rates: tuple[int, int], dip: float, seed: int
 ) -> None:
     known = blueprints(plan_of((template("a", float(rates[0])), template("b", float(rates[1]))), {}))
@@ -270,7 +274,7 @@ def test_an_exchange_on_full_nodes_keeps_within_the_dip(
         assert "would let copies be exchanged" in step.notes[0]
 
 
-def test_nodes_on_their_way_out_are_waited_for_even_if_the_dip_would_allow_more() -> None:
+def test_reconciler_waits_for_draining_nodes_before_using_the_dip() -> None:
     world = at_rest({("small", "east"): 2}, {("east", "n"): 2}, dip=1.0)
     world.known["same"] = KNOWN["small"]._replace(template=template("same", 3.0))
     replaced(world, {("same", "east"): 1})
@@ -279,7 +283,7 @@ def test_nodes_on_their_way_out_are_waited_for_even_if_the_dip_would_allow_more(
     assert world.serving_per_s("m") == 3.0
 
 
-def test_a_start_that_was_called_off_is_no_failure() -> None:
+def test_cancelled_start_does_not_count_as_a_failure() -> None:
     world = World(KNOWN, {("small", "east"): 1}, random.Random(0))
     world.call()
     world.wanted["small", "east"] = 0
@@ -289,7 +293,7 @@ def test_a_start_that_was_called_off_is_no_failure() -> None:
     assert not world.progress.attempts
 
 
-def test_what_nobody_asked_for_is_left_alone() -> None:
+def test_replicas_outside_the_plan_are_left_alone() -> None:
     world = at_rest({("small", "east"): 1})
     stray = ReplicaSpec("mine", "mine#7", "handmade", 0, "homogeneous", "m", "mixed", "east")
     world.fleet.add(stray)
@@ -302,7 +306,7 @@ def test_what_nobody_asked_for_is_left_alone() -> None:
     assert "not known" in world.call().notes[0]
 
 
-def test_a_replica_drained_by_hand_takes_its_copy_out_and_is_replaced() -> None:
+def test_manually_drained_replica_takes_its_copy_out_and_is_replaced() -> None:
     world = at_rest({("combo", "east"): 1})
     world.fleet.drain("combo@east#0/1")
     actions = world.call().actions
@@ -310,7 +314,7 @@ def test_a_replica_drained_by_hand_takes_its_copy_out_and_is_replaced() -> None:
     assert sum(isinstance(action, act.StartReplica) for action in actions) == 3
 
 
-def test_copies_whose_rates_are_unknown_are_counted() -> None:
+def test_copies_without_known_rates_are_reconciled_by_count() -> None:
     world = at_rest({("dull", "east"): 3})
     replaced(world, {("dull", "west"): 2})
     step = world.call()
@@ -320,7 +324,7 @@ def test_copies_whose_rates_are_unknown_are_counted() -> None:
     assert sum(isinstance(action, act.DrainReplica) for action in world.call().actions) == 2
 
 
-def test_a_flipped_copy_is_not_taken_for_what_it_was() -> None:
+def test_flipped_copy_does_not_count_as_its_original_role() -> None:
     world = at_rest({("pre", "east"): 1, ("dec", "east"): 2})
     world.fleet.flip("dec@east#0/0", "prefill")
     replaced(world, {("pre", "east"): 1, ("dec", "east"): 1})
@@ -328,14 +332,14 @@ def test_a_flipped_copy_is_not_taken_for_what_it_was() -> None:
     assert drains == ["dec@east#0/0"]
 
 
-def test_a_new_plan_gives_roles_back() -> None:
+def test_new_plan_restores_flipped_roles() -> None:
     world = at_rest({("pre", "east"): 2, ("dec", "east"): 1})
     assert restored(world.fleet) == ()
     world.fleet.flip("pre@east#1/0", "decode")
     assert restored(world.fleet) == (act.FlipReplica("pre@east#1/0", "prefill"),)
 
 
-def test_a_named_machine_must_be_free_first() -> None:
+def test_named_machine_is_freed_before_its_new_copy_starts() -> None:
     layout = Layout((Stage(1, (StageNode("n", 4, "rack-7"),)),))
     old, new = (
         replace(template(name, 3.0), replicas=(PlannedReplica(role, layout),))
@@ -354,7 +358,7 @@ def test_a_named_machine_must_be_free_first() -> None:
     assert [type(action) for action in world.call().actions] == [act.StopReplica, act.StartReplica]
 
 
-def test_busy_reports_do_not_count_as_load_but_open_requests_do() -> None:
+def test_drain_order_uses_open_requests_not_reported_load() -> None:
     world = at_rest({("small", "east"): 2})
     world.fleet.views["small@east#0/0"].status = ReplicaStatus(9, 9, 9, 9, 0, 1, 0.1)
     world.fleet.views["small@east#1/0"].open_requests = 1
@@ -362,14 +366,14 @@ def test_busy_reports_do_not_count_as_load_but_open_requests_do() -> None:
     assert world.call().actions == (act.DrainReplica("small@east#0/0"),)
 
 
-def test_wanted_counts_end_what_the_plan_no_longer_names() -> None:
+def test_wanted_counts_set_templates_outside_the_plan_to_zero() -> None:
     plan = plan_of(TEMPLATES, {("small", "east"): 2, ("large", "west"): 1})
     wanted = wanted_counts(plan, {("small", "east"): 5, ("combo", "east"): 1})
     assert wanted == {("small", "east"): 2, ("large", "west"): 1, ("combo", "east"): 0}
 
 
 @pytest.mark.parametrize(("names", "rate"), [(["small", "large"], 10.0), (["pre", "dec", "dec"], 4.0)])
-def test_the_reference_adds_up_as_it_should(names: list[str], rate: float) -> None:
+def test_reference_capacity_of_templates_equals_known_values(names: list[str], rate: float) -> None:
     assert served(KNOWN, names, "m") == rate
 
 
@@ -401,7 +405,7 @@ TEMPLATES_RECAST = tuple(
 )  # type: ignore[arg-type]
 
 
-def test_roles_change_in_place_and_only_what_is_missing_is_started() -> None:
+def test_new_plan_reassigns_roles_in_place_and_starts_only_missing_replicas() -> None:
     world = build.world(
         plan_of_recast({("prefill", "node"): 1, ("decode", "node"): 3}), known=build.facts(TEMPLATES_RECAST)
     )
@@ -416,7 +420,7 @@ def test_roles_change_in_place_and_only_what_is_missing_is_started() -> None:
         assert view.facts is world.brain.fleet.facts[view.member.template, 0]
 
 
-def test_requests_go_by_the_new_roles_at_once() -> None:
+def test_requests_follow_reassigned_roles_at_once() -> None:
     world = build.world(plan_of_recast({("mixed", "node"): 2}), known=build.facts(TEMPLATES_RECAST))
     world.plan(plan_of_recast({("prefill", "node"): 1, ("decode", "node"): 1}))
     (run,) = world.arrive(build.request("a"))
@@ -425,7 +429,7 @@ def test_requests_go_by_the_new_roles_at_once() -> None:
     assert (views[first.replica].role, views[second.replica].role) == ("prefill", "decode")
 
 
-def test_flipped_replicas_are_taken_first_and_roles_by_hand_stay() -> None:
+def test_reassignment_prefers_flipped_replicas_and_keeps_manual_roles() -> None:
     previous_plan = plan_of_recast({("prefill", "node"): 2, ("decode", "node"): 3})
     world = build.world(previous_plan, known=build.facts(TEMPLATES_RECAST))
     decodes = [name for name, view in world.brain.fleet.views.items() if view.role == "decode"]
@@ -437,7 +441,7 @@ def test_flipped_replicas_are_taken_first_and_roles_by_hand_stay() -> None:
     assert world.brain.fleet.views[decodes[2]].member.role == "decode"
 
 
-def test_other_layouts_and_copies_that_work_together_are_started_anew() -> None:
+def test_replicas_of_another_layout_or_a_combo_are_started_anew() -> None:
     combo = build.template("combo", ("prefill", "decode"), "combo", closed=(2.0,))
     together = build.plan((combo,), {("combo", "near"): 1}, {}, longest=(1000,))
     known = build.facts((*TEMPLATES_RECAST, combo))
@@ -456,7 +460,7 @@ counts_recast = st.dictionaries(
 
 
 @given(counts_recast, counts_recast)
-def test_no_more_is_started_than_layouts_lack(before: dict, after: dict) -> None:  # type: ignore[type-arg]
+def test_reassignment_starts_only_as_many_replicas_as_a_layout_lacks(before: dict, after: dict) -> None:  # type: ignore[type-arg]
     """Per layout, what starts is what is wanted beyond what is there, whatever the roles."""
     world = build.world(plan_of_recast(before), known=build.facts(TEMPLATES_RECAST))
     actions = world.brain.on(1.0, PlanReceived(plan_of_recast(after)))
@@ -490,7 +494,7 @@ def pass_time(world: build.World, until_s: float) -> list[object]:
     return result
 
 
-def test_it_sleeps_after_a_while_and_the_first_request_waits_for_a_replica() -> None:
+def test_idle_model_sleeps_and_wakes_for_the_first_request() -> None:
     world = build.world(PLAN, Policy(max_wait_s=120.0), known=facts(30.0, Slo(1.0, 0.1)))
     text = pass_time(world, 29.0)
     assert not [item for item in text if isinstance(item, act.OperatorNote | act.DrainReplica)]
@@ -510,7 +514,7 @@ def test_it_sleeps_after_a_while_and_the_first_request_waits_for_a_replica() -> 
     assert not [item for _, _, made in world.log for item in made if isinstance(item, act.Refuse)]
 
 
-def test_one_that_has_something_to_do_stays_awake_and_others_never_sleep() -> None:
+def test_model_with_open_requests_or_without_sleep_time_stays_awake() -> None:
     world = build.world(PLAN, known=facts(10.0))
     world.arrive(build.request("a"))
     said = act.OperatorNote | act.DrainReplica | act.StopReplica

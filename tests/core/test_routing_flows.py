@@ -53,7 +53,7 @@ def sent(world: build.World, prompt: int, blocks: tuple[int, ...] = ()) -> Run:
     return run
 
 
-def test_turns_are_taken_between_regions_as_planned() -> None:
+def test_requests_are_divided_between_regions_by_planned_flows() -> None:
     plan = build.plan(
         TEMPLATES,
         {("p", "near"): 1, ("p", "far"): 1, ("d", "near"): 1, ("d", "far"): 1},
@@ -80,7 +80,7 @@ def whole_in_two_regions(policy: Policy) -> build.World:
     return build.world(build.plan((both,), {("w", "near"): 1, ("w", "far"): 1}, shares), policy)  # type: ignore[arg-type]
 
 
-def test_a_gateway_answers_at_home_until_its_replicas_are_far_behind_or_gone() -> None:
+def test_gateway_prefers_its_home_region_until_it_is_far_behind_or_lost() -> None:
     world = whole_in_two_regions(Policy(home="far", admission=False))
     places = [regions(world, sent(world, 500))[0] for _ in range(80)]
     assert places[:10] == ["far"] * 10
@@ -91,7 +91,7 @@ def test_a_gateway_answers_at_home_until_its_replicas_are_far_behind_or_gone() -
     assert [regions(world, sent(world, 500)) for _ in range(5)] == [["near"]] * 5
 
 
-def test_what_other_gateways_sent_a_replica_is_counted_as_it_says() -> None:
+def test_load_from_other_gateways_is_counted_from_status_reports() -> None:
     world = whole_in_two_regions(Policy(home="far", admission=False))
     (home,) = (name for name, member in world.members.items() if member.region == "far")
     busy = ReplicaStatus(100, 8, 0, 0, 50, 100, 0.02)
@@ -103,7 +103,7 @@ def test_what_other_gateways_sent_a_replica_is_counted_as_it_says() -> None:
     assert world.brain.table.singles[home].others_s == 0.0
 
 
-def test_the_plans_threshold_decides_by_length() -> None:
+def test_planned_threshold_sends_prompts_by_length() -> None:
     world = build.world(LENGTHS)
     assert regions(world, sent(world, 2000)) == ["near", "near"]
     assert regions(world, sent(world, 2001)) == ["far", "near"]
@@ -111,7 +111,7 @@ def test_the_plans_threshold_decides_by_length() -> None:
     assert run.route.segments[0].stop == run.route.segments[1].start == 50_000
 
 
-def test_congestion_keeps_more_prompts_at_home_until_it_clears() -> None:
+def test_congestion_keeps_more_prompts_local_until_it_clears() -> None:
     world = build.world(LENGTHS, Policy(balance="goodput"))
     for _ in range(12):
         world.tell(CONGESTED)
@@ -126,7 +126,7 @@ def places(world: build.World, count: int) -> list[str]:
     return [regions(world, sent(world, 2000))[0] for _ in range(count)]
 
 
-def test_a_short_prompt_crosses_where_it_is_computed_much_sooner() -> None:
+def test_short_prompt_goes_to_the_remote_region_when_it_is_much_faster() -> None:
     """A prompt of 2,000 tokens takes 0.2 s; home is 2 s behind once ten more wait there than far away."""
     world = build.world(LENGTHS, Policy(admission=False))
     went = places(world, 60)
@@ -160,7 +160,7 @@ def with_whole(flows: dict[tuple[str, str, str], tuple[float, float]]) -> build.
 
 
 @pytest.mark.parametrize(("answers", "first"), [(0, "near"), (40, "far")])
-def test_who_has_no_room_to_answer_is_no_home_for_a_prompt(answers: int, first: str) -> None:
+def test_replica_without_decode_room_is_no_local_choice_for_a_prompt(answers: int, first: str) -> None:
     """10 s of prompts wait at home; the replica that does all of it has none, but perhaps too many answers."""
     world = with_whole({("m", "near", "near"): (1.0, 0.0)})
     views = {(view.role, view.member.region): view for view in world.brain.fleet.views.values()}
@@ -171,21 +171,21 @@ def test_who_has_no_room_to_answer_is_no_home_for_a_prompt(answers: int, first: 
 
 
 @pytest.mark.parametrize("at_home", [True, False])
-def test_whole_requests_keep_to_their_buckets_where_others_prefill_at_home(at_home: bool) -> None:
+def test_whole_requests_keep_their_buckets_when_other_replicas_prefill_locally(at_home: bool) -> None:
     world = with_whole({("m", "near", "near"): (1.0, 0.0)} if at_home else {})
     table = world.brain.table
     whole = [table.ways(table.models["m"], bucket, 600).closed.prefills for bucket in (0, 1)]
     assert [len(chooser) for chooser in whole] == [1, 0 if at_home else 1]
 
 
-def test_without_adapting_the_buckets_decide() -> None:
+def test_without_threshold_adaptation_prompts_follow_the_planned_buckets() -> None:
     world = build.world(LENGTHS, Policy(adapt_threshold=False))
     for _ in range(6):
         world.tell(CONGESTED)
     assert regions(world, sent(world, 5000)) == ["far", "near"]
 
 
-def test_a_dead_link_is_not_used() -> None:
+def test_dead_link_is_not_used() -> None:
     world = build.world(LENGTHS)
     world.tell(DEAD)
     assert {tuple(regions(world, sent(world, 50_000))) for _ in range(5)} == {("near", "near")}
@@ -193,7 +193,7 @@ def test_a_dead_link_is_not_used() -> None:
     assert regions(world, sent(world, 150_000)) == ["far", "near"]
 
 
-def test_a_failed_link_is_avoided_by_the_request_it_failed() -> None:
+def test_retry_avoids_the_link_that_failed() -> None:
     world = build.world(LENGTHS)
     run = sent(world, 50_000)
     abandoned, again = world.fail(run.request, "link", "far->near")
@@ -203,7 +203,7 @@ def test_a_failed_link_is_avoided_by_the_request_it_failed() -> None:
     assert regions(world, again) == ["near", "near"]
 
 
-def test_cached_tokens_do_not_count_as_long() -> None:
+def test_cached_tokens_do_not_count_towards_the_length_threshold() -> None:
     world = build.world(LENGTHS)
     blocks = tuple(range(1, 3000 // 16))
     assert regions(world, sent(world, 3000, blocks)) == ["far", "near"]
@@ -212,7 +212,7 @@ def test_cached_tokens_do_not_count_as_long() -> None:
     assert regions(world, sent(world, 3000, blocks)) == ["near", "near"]
 
 
-def test_with_bandwidth_to_spare_a_far_prefix_is_fetched() -> None:
+def test_remote_prefix_is_fetched_with_abundant_bandwidth() -> None:
     world = build.world(LENGTHS)
     far = next(name for name, member in world.members.items() if member.region == "far")
     near = next(name for name, m in world.members.items() if m.region == "near" and m.template == "p")
@@ -236,7 +236,7 @@ MIXED = build.template("mix", closed=(2.0, 2.0))
 AGGREGATED = build.plan((MIXED,), {("mix", "near"): 4}, {("mix", "near", "closed"): (4.0, 4.0)})
 
 
-def test_requests_follow_their_prefix_until_waiting_costs_more() -> None:
+def test_requests_follow_their_cached_prefix_until_waiting_costs_more() -> None:
     world = build.world(AGGREGATED)
     blocks = tuple(range(1, 1 + 1600 // 16))
     warm = "mix@near#2/0"
@@ -250,7 +250,7 @@ def test_requests_follow_their_prefix_until_waiting_costs_more() -> None:
     assert len({sent(cold, 1700, blocks).route.decoder for _ in range(4)}) == 4
 
 
-def test_a_hot_prefix_does_not_pile_up_on_one_replica() -> None:
+def test_hot_prefix_requests_spread_over_replicas() -> None:
     world = build.world(AGGREGATED)
     blocks = tuple(range(1, 1 + 1600 // 16))
     world.tell(CacheReported("mix@near#2/0", 1, blocks))
@@ -259,13 +259,13 @@ def test_a_hot_prefix_does_not_pile_up_on_one_replica() -> None:
     assert max(counts.values()) <= 16
 
 
-def test_what_has_no_blocks_never_asks_the_index() -> None:
+def test_request_without_blocks_does_not_use_the_prefix_index() -> None:
     world = build.world(AGGREGATED)
     world.tell(CacheReported("mix@near#2/0", 1, tuple(range(100))))
     assert len({sent(world, 1700).route.decoder for _ in range(4)}) == 4
 
 
-def test_a_flipped_replica_changes_sides_with_a_fair_weight() -> None:
+def test_flipped_replica_gets_its_share_in_the_new_role() -> None:
     plan = build.plan(
         TEMPLATES,
         {("p", "near"): 3, ("d", "near"): 1},
@@ -281,7 +281,7 @@ def test_a_flipped_replica_changes_sides_with_a_fair_weight() -> None:
     assert Counter(run.route.decoder for run in runs)[flipped] == 20
 
 
-def test_lanes_follow_each_replica_as_if_built_anew() -> None:
+def test_incremental_routing_table_equals_one_built_anew() -> None:
     """Incremental updates and a table compiled from scratch weigh every target alike."""
     world = build.world(LENGTHS, ready=False)
     sent_before = world.arrive(build.request("early", 500))
@@ -324,12 +324,12 @@ def far_share(world: build.World, count: int = 120) -> float:
     return sum(regions(world, sent(world, 500))[0] == "far" for _ in range(count)) / count
 
 
-def test_a_flow_over_a_link_gets_no_more_than_planned_and_the_one_at_home_the_slack() -> None:
+def test_remote_flow_gets_its_planned_share_and_the_local_flow_the_rest() -> None:
     # At home up to 4 a second (two replicas of 2), over the link the 2 that were planned.
     assert far_share(two_flows()) == pytest.approx(2 / 6, abs=0.02)
 
 
-def test_a_flow_weighs_as_much_as_its_tighter_side_is_ready() -> None:
+def test_flow_weight_follows_the_ready_share_of_its_smaller_side() -> None:
     world = two_flows()
     for name in [name for name, m in world.members.items() if m.template == "p" and m.region == "near"][:1]:
         world.lose(name)
@@ -339,7 +339,7 @@ def test_a_flow_weighs_as_much_as_its_tighter_side_is_ready() -> None:
     assert far_share(world) == 0
 
 
-def test_who_prefills_one_by_one_does_all_of_it_only_when_nobody_else_can() -> None:
+def test_decode_replica_prefills_whole_requests_only_without_a_prefill_replica() -> None:
     shares = {("p", "far", "prefill"): (1.0, 1.0), ("d", "near", "decode"): (1.0, 1.0)}
     flows = {("m", "far", "near"): (1.0, 1.0)}
     plan = build.plan(TEMPLATES, {("p", "far"): 1, ("d", "near"): 1}, shares, flows)
@@ -353,7 +353,9 @@ def test_who_prefills_one_by_one_does_all_of_it_only_when_nobody_else_can() -> N
 
 
 @pytest.mark.parametrize(("home_pace", "rises"), [(1.0, True), (20.0, False)])
-def test_prompts_wait_far_away_while_they_would_be_later_at_home(home_pace: float, rises: bool) -> None:
+def test_threshold_rises_with_remote_queueing_unless_local_prefill_is_slower(
+    home_pace: float, rises: bool
+) -> None:
     world = build.world(LENGTHS)
     views = {(view.role, view.member.region): view for view in world.brain.fleet.views.values()}
     for _ in range(4):
@@ -363,7 +365,7 @@ def test_prompts_wait_far_away_while_they_would_be_later_at_home(home_pace: floa
     assert (world.brain.router.thresholds.links["m"]["far->near"].tokens > 2000.0) is rises
 
 
-def test_thresholds_that_move_are_spoken_of_with_the_reason() -> None:
+def test_threshold_changes_are_noted_with_their_reason() -> None:
     world = build.world(LENGTHS)
     assert not [item for item in world.tell(Tick()) if isinstance(item, OperatorNote)], (
         "the plan's own is no news"
@@ -381,7 +383,7 @@ def test_thresholds_that_move_are_spoken_of_with_the_reason() -> None:
     assert len(text) < 6, "steps that are small are not spoken of"
 
 
-def test_a_prompt_counts_until_its_kv_has_crossed_and_says_nothing_of_how_fast_it_was() -> None:
+def test_prefill_load_counts_until_its_kv_transfer_ends_without_changing_pace() -> None:
     """Else a full link would let ever more of it pile up where it is computed."""
     world = build.world(LENGTHS)
     run = sent(world, 4000)

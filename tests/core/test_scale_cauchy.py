@@ -65,13 +65,13 @@ def counts(decisions: tuple[ScaleDecision, ...]) -> dict[str, int]:
     return {decision.template: decision.copies for decision in decisions if isinstance(decision, Resize)}
 
 
-def test_within_the_ratio_nothing_happens_and_it_says_so() -> None:
+def test_cauchy_scaling_does_nothing_within_its_ratio_and_explains_it() -> None:
     result, why = ask(traffic(18.0))
     assert result == ()
     assert "18 requests/s and 0 queued need 18, served are 16" in why
 
 
-def test_a_deficit_is_covered_by_the_cheapest_copies() -> None:
+def test_cauchy_scaling_covers_a_deficit_with_the_cheapest_copies() -> None:
     result, why = ask(
         traffic(24.0)
     )  # 16 served of 24: 10 a second of full capacity are missing, one small is cheapest
@@ -81,7 +81,7 @@ def test_a_deficit_is_covered_by_the_cheapest_copies() -> None:
     assert counts(result) in ({"small": 5}, {"large": 1})
 
 
-def test_it_takes_what_nodes_there_are() -> None:
+def test_cauchy_scaling_uses_the_available_nodes_and_notes_their_lack() -> None:
     tight = (Region("east", (NodeOffer("n", 1.0, 3), NodeOffer("big", 3.0, 0))),)
     result, why = ask(traffic(100.0), regions=tight)
     assert counts(result) == {"small": 3}
@@ -91,7 +91,7 @@ def test_it_takes_what_nodes_there_are() -> None:
     assert "no nodes are free" in why
 
 
-def test_an_excess_goes_but_the_rest_still_serves_the_rate_with_its_noise() -> None:
+def test_cauchy_scaling_removes_excess_copies_but_keeps_the_rate_with_its_noise() -> None:
     result, _ = ask(traffic(10.0), plan(2, 2))  # 70 of capacity, 56 counted on
     left = {"small": 2, "large": 2} | counts(result)
     after = (left["small"] * 10 + left["large"] * 25) * POLICY.headroom
@@ -102,7 +102,9 @@ def test_an_excess_goes_but_the_rest_still_serves_the_rate_with_its_noise() -> N
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.floats(0, 120))
-def test_taking_away_never_leaves_too_little_nor_nothing(small: int, large: int, rate: float) -> None:
+def test_cauchy_scale_down_keeps_capacity_above_the_rate_and_above_zero(
+    small: int, large: int, rate: float
+) -> None:
     result, _ = ask(traffic(rate), plan(small, large))
     left = {"small": small, "large": large} | counts(result)
     before, after = (c["small"] * 10 + c["large"] * 25 for c in ({"small": small, "large": large}, left))
@@ -112,7 +114,7 @@ def test_taking_away_never_leaves_too_little_nor_nothing(small: int, large: int,
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.floats(1, 120), st.sampled_from([1.0, 0.6]))
-def test_a_spare_copy_stays_where_a_node_may_be_lost(
+def test_cauchy_scaling_keeps_a_spare_copy_when_a_node_loss_must_be_survived(
     small: int, large: int, rate: float, share: float
 ) -> None:
     """What is left without any one copy serves the share: it is started where it does not, and never taken away."""
@@ -133,7 +135,7 @@ def test_a_spare_copy_stays_where_a_node_may_be_lost(
         assert sum(left.values()) > sum(begin.values())
 
 
-def test_a_fleet_with_a_spare_copy_is_left_alone() -> None:
+def test_cauchy_scaling_leaves_a_fleet_with_a_spare_copy_unchanged() -> None:
     there, seen = plan(3), traffic(11.0)  # 24 served of 11, and 16 without one
     assert counts(
         CauchyScaling(POLICY, REGIONS).on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
@@ -149,7 +151,7 @@ def _why(rule: CauchyScaling, there: plans.Plan, traffic: ModelTraffic) -> str:
     return rule.why()
 
 
-def test_what_queues_is_demand() -> None:
+def test_cauchy_scaling_counts_queued_requests_as_demand() -> None:
     fleet = fleet_of(plan())
     assert ask(traffic(10.0), fleet=fleet)[0] == ()
     for view in fleet.views.values():
@@ -164,12 +166,12 @@ def test_what_queues_is_demand() -> None:
     assert ask(traffic(5.0), plan(4), fleet=fleet)[0] == ()  # few arrive, but nothing is taken from a backlog
 
 
-def test_an_objective_that_no_fleet_could_keep_does_not_hold_copies_back() -> None:
+def test_cauchy_scaling_removes_copies_when_no_request_attains_its_objective() -> None:
     result, _ = ask(replace(traffic(5.0), attained=0), plan(4))
     assert counts(result)["small"] < 4
 
 
-def test_unknown_capacity_is_not_scaled_and_said() -> None:
+def test_cauchy_scaling_skips_and_names_templates_of_unknown_capacity() -> None:
     dull = plan_of((template("dull"),), {("dull", "east"): 2})
     result, why = ask(traffic(100.0), dull)
     assert result == ()
@@ -178,7 +180,7 @@ def test_unknown_capacity_is_not_scaled_and_said() -> None:
     assert counts(ask(traffic(100.0), both)[0]) == {"small": 10}  # the known one is, as far as nodes go
 
 
-def test_copies_put_there_by_hand_count_and_are_not_touched() -> None:
+def test_manually_added_copies_count_and_are_not_scaled() -> None:
     fleet = fleet_of(plan())
     fleet.add(plans.ReplicaSpec("x", "x", "large", 0, "homogeneous", "m", "mixed", "west"))
     fleet.ready("x")
@@ -189,7 +191,7 @@ def test_copies_put_there_by_hand_count_and_are_not_touched() -> None:
     assert "capacity of strange is not known" in ask(traffic(30.0), fleet=fleet)[1]
 
 
-def test_copies_that_are_gone_are_missed_whatever_was_planned() -> None:
+def test_lost_copies_are_replaced_by_cauchy_scaling() -> None:
     fleet = fleet_of(plan(4))
     for replica in list(fleet.views)[:2]:
         fleet.remove(replica)
@@ -197,7 +199,7 @@ def test_copies_that_are_gone_are_missed_whatever_was_planned() -> None:
     assert counts(ask(traffic(32.0), plan(4), fleet=fleet)[0])["small"] >= 4
 
 
-def test_while_copies_start_or_leave_nothing_is_taken_away() -> None:
+def test_cauchy_scaling_removes_nothing_while_copies_start_or_drain() -> None:
     fleet = fleet_of(plan(4))
     fleet.add(plans.ReplicaSpec("s", "small@east#9", "small", 0, "homogeneous", "m", "mixed", "east"))
     result, why = ask(traffic(5.0), plan(4), fleet=fleet)
@@ -205,7 +207,7 @@ def test_while_copies_start_or_leave_nothing_is_taken_away() -> None:
     assert "waits for 1 copies" in why
 
 
-def test_it_looks_once_a_window_and_asks_for_a_plan_when_the_rate_held() -> None:
+def test_cauchy_scaling_decides_once_per_window_and_replans_when_the_rate_persists() -> None:
     rule, there = CauchyScaling(POLICY, REGIONS), plan()
     fleet = fleet_of(there)
     assert rule.on_tick(100.0, observed(100.0, traffic(50.0, span_s=100.0)), fleet, there) == ()
@@ -224,7 +226,7 @@ def test_it_looks_once_a_window_and_asks_for_a_plan_when_the_rate_held() -> None
     assert all(isinstance(item, AskReplan) and item.rates_per_s == (("m", 16.0),) for _, item in asked)
 
 
-def test_a_jump_is_followed_by_what_the_last_quarter_of_the_window_shows() -> None:
+def test_cauchy_scaling_follows_a_jump_in_the_last_quarter_of_its_window() -> None:
     """The window's mean still has the time before the jump in it, and would start a part of what is needed."""
     result, _ = ask(
         replace(traffic(20.0), recent_rate_per_s=40.0, recent_span_s=30.0, recent_error_per_s=1.2)
@@ -236,7 +238,7 @@ def test_a_jump_is_followed_by_what_the_last_quarter_of_the_window_shows() -> No
     assert noisy == (), why
 
 
-def test_prefill_and_decode_apart_are_each_brought_up() -> None:
+def test_cauchy_scaling_sizes_prefill_and_decode_copies_separately() -> None:
     apart = plan_of(
         (template("pre", prefill=10.0, roles=("prefill",)), template("dec", decode=20.0, roles=("decode",))),
         {("pre", "east"): 2, ("dec", "east"): 1},
@@ -247,7 +249,7 @@ def test_prefill_and_decode_apart_are_each_brought_up() -> None:
     assert counts(result) == {"pre": 1}  # the last of each stays
 
 
-def test_capacity_follows_the_lengths_now_seen() -> None:
+def test_copy_capacity_follows_the_observed_prompt_lengths() -> None:
     capacity = (plans.BucketCapacity(0, 0, 0, 20.0, 0.1, 0.01), plans.BucketCapacity(1, 0, 0, 5.0, 0.1, 0.01))
     two = replace(SMALL, capacity=capacity)
     lengths = [plans.LengthBucket("m", 0, 1023, 1.0), plans.LengthBucket("m", 1, 99999, 1.0)]
@@ -274,7 +276,9 @@ def options() -> st.SearchStrategy[list[CopyOption]]:
 
 @given(options(), st.integers(1, 14), st.integers(0, 6), st.integers(0, 6))
 @settings(max_examples=80, deadline=None)
-def test_the_cover_is_the_cheapest_there_is(each: list[CopyOption], deficit: int, n: int, k: int) -> None:
+def test_copy_cover_equals_the_cheapest_of_all_covers(
+    each: list[CopyOption], deficit: int, n: int, k: int
+) -> None:
     free = {("r", "n"): n, ("r", "k"): k}
     cheapest = inf
     for counts_ in product(*(range(ceil(deficit / o.serves_per_s) + 1) for o in each)):
@@ -344,7 +348,9 @@ def day(
     burst=st.sampled_from([1.0, 4.0]),
 )
 @settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-def test_a_steady_rate_moves_almost_nothing(rate: float, fill: float, seed: int, burst: float) -> None:
+def test_cauchy_scaling_rarely_resizes_at_a_steady_rate(
+    rate: float, fill: float, seed: int, burst: float
+) -> None:
     """Wherever a rate lies against the copies' capacity, few of 120 windows see a change. Algorithm 1 as printed,
     without the noise of the rate, changes something in up to 97 of them, or 114 in bursts."""
     made, _ = day([rate], rate / fill, seed, burst)
@@ -352,7 +358,7 @@ def test_a_steady_rate_moves_almost_nothing(rate: float, fill: float, seed: int,
 
 
 @pytest.mark.parametrize("seed", range(1))
-def test_it_follows_a_rate_that_really_changes(seed: int) -> None:
+def test_cauchy_scaling_follows_a_rate_that_changes(seed: int) -> None:
     _, trail = day([2.0, 8.0, 2.0], 1.0, seed, hours=3.0)
     hour = len(trail) // 3
     late, minutes = 10, int(60 / TICK_S)
@@ -406,27 +412,27 @@ def asked(rate_per_s: float, plan: plans.Plan, short_share: float = 0.75, **more
     return {item.template: item.copies for item in tick if isinstance(item, Resize)}
 
 
-def test_every_part_grows_with_its_own_demand() -> None:
+def test_every_part_of_a_split_plan_grows_with_its_own_demand() -> None:
     """16 a second: 12 short ones need 12 / 4 / 0.8 prefills, 12 / 8 / 0.8 decodes; 4 long ones 4 / 1.25 / 0.8."""
     assert asked(16.0, split_plan()) == {"prefill": 4, "decode": 2, "whole": 4}
 
 
-def test_only_what_the_longer_prompts_use_grows_with_them() -> None:
+def test_only_the_part_for_long_prompts_grows_with_longer_prompts() -> None:
     assert asked(8.0, split_plan(2, 1, 2), short_share=0.25) == {"whole": 6}
 
 
-def test_a_part_that_queues_is_not_answered_with_copies_that_it_never_reaches() -> None:
+def test_queue_in_one_part_does_not_add_copies_of_another_part() -> None:
     result = asked(8.0, split_plan(1, 1, 2))
     assert result["prefill"] == 2
     assert "whole" not in result or result["whole"] <= 3
 
 
-def test_each_part_shrinks_to_its_own_need_and_none_vanishes() -> None:
+def test_each_part_of_a_split_plan_shrinks_to_its_own_need_but_not_to_zero() -> None:
     result = asked(2.0, split_plan(4, 3, 6))
     assert result == {"prefill": 1, "decode": 1, "whole": 1}
 
 
-def test_a_plan_whose_copies_all_take_everything_is_no_plan_of_parts() -> None:
+def test_plan_whose_copies_take_all_lengths_has_no_parts() -> None:
     plan = split_plan()
     closed = tuple(
         plans.PlannedShare("whole", "east", bucket, "closed", rate) for bucket, rate in ((0, 6.0), (1, 2.0))
@@ -448,7 +454,7 @@ def test_a_plan_whose_copies_all_take_everything_is_no_plan_of_parts() -> None:
     counts=st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
     free=st.integers(0, 60),
 )
-def test_what_is_added_serves_the_rate_and_no_copy_of_it_is_too_many(
+def test_scale_up_of_a_split_plan_serves_the_rate_without_excess_copies(
     mix: float, rate: float, counts: tuple[int, int, int], free: int
 ) -> None:
     busy = busy_copies(split_plan(), "m", {0: mix, 1: 1.0 - mix})
@@ -495,7 +501,7 @@ def resized(
     return {(r.template, r.region): r.copies for r in tick if isinstance(r, Resize)}, rule.why()
 
 
-def test_what_the_plan_does_not_deploy_is_started_where_it_is_cheapest() -> None:
+def test_template_outside_the_plan_is_started_where_it_is_cheapest() -> None:
     """All nodes of the plan's own template are taken: 24 / 0.8 - 20 = 10 a second are missing."""
     nothing, why = resized(plan_repertoire(), 24.0)
     assert nothing == {}
@@ -509,7 +515,7 @@ def test_what_the_plan_does_not_deploy_is_started_where_it_is_cheapest() -> None
     assert "all that nodes allow" in why
 
 
-def test_what_was_started_counts_and_goes_again() -> None:
+def test_started_candidate_template_is_counted_and_scaled_down_later() -> None:
     there = plan_repertoire(OTHER)
     grown = there.holding({("small", "east"): 2, ("other", "west"): 1})
     assert {item.name for item in grown.templates} == {"small", "other"}
@@ -522,7 +528,7 @@ def test_what_was_started_counts_and_goes_again() -> None:
     assert {(r.template, r.copies) for r in tick if isinstance(r, Resize)} == {("other", 0)}
 
 
-def test_a_template_that_lacks_a_length_is_not_started() -> None:
+def test_candidate_template_without_capacity_for_a_length_is_not_started() -> None:
     both = (
         plans.BucketCapacity(0, 0.0, 0.0, 20.0, 0.1, 0.01),
         plans.BucketCapacity(1, 0.0, 0.0, 5.0, 0.1, 0.01),
@@ -534,7 +540,7 @@ def test_a_template_that_lacks_a_length_is_not_started() -> None:
     assert result["other", "west"].closed_per_s == pytest.approx(8.0)
 
 
-def test_phases_are_started_where_they_have_somebody_to_work_with() -> None:
+def test_phase_template_is_started_only_in_a_region_with_a_planned_flow() -> None:
     """Prefill replicas for a region from which the plan has a flow, and nowhere else."""
     first = template("first", prefill=10.0, roles=("prefill",), nodes={"big": 1})
     there = replace(plan_repertoire(first), flows=(plans.PlannedFlow("m", 0, "west", "east", 1.0),))
@@ -542,7 +548,7 @@ def test_phases_are_started_where_they_have_somebody_to_work_with() -> None:
     assert ("first", "east") not in startable(there, "m", {0: 1.0}, MARKET, ())
 
 
-def test_where_copies_take_different_lengths_one_that_takes_all_may_be_better() -> None:
+def test_one_copy_for_all_lengths_is_started_if_cheaper_than_one_per_length() -> None:
     """Short prompts go to one deployment, long ones to another; one copy of `all` covers what two would."""
     short, long = (
         replace(template(name, nodes={"n": 1}), capacity=capacity)
@@ -566,7 +572,7 @@ def test_where_copies_take_different_lengths_one_that_takes_all_may_be_better() 
         assert {r.template for r in tick if isinstance(r, Resize)} == names, rule.why()
 
 
-def test_a_copy_that_scaling_began_is_sent_what_it_serves_of_the_mix() -> None:
+def test_started_candidate_copy_gets_weights_from_its_capacity() -> None:
     there = replace(
         plan_repertoire(replace(OTHER, capacity=buckets(30.0, 10.0))),
         buckets=two_buckets(),

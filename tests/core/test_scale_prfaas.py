@@ -68,7 +68,7 @@ BINS = window_of(LENGTHS).lengths
 @pytest.mark.parametrize(
     ("remote", "here", "gbps"), [(4, 8, 100.0), (4, 8, 5.0), (1, 6, 100.0), (2, 12, 2.0)]
 )
-def test_the_best_point_is_that_of_the_planners_model(remote: int, here: int, gbps: float) -> None:
+def test_prfaas_optimum_equals_the_planner_model(remote: int, here: int, gbps: float) -> None:
     ends = (1.0, 2e5)
 
     def line(facts: ReplicaFacts) -> planner.Curve:
@@ -101,7 +101,7 @@ def test_the_best_point_is_that_of_the_planners_model(remote: int, here: int, gb
     st.floats(0.1, 100),
 )
 @settings(max_examples=30, deadline=None)
-def test_thresholds_and_splits_are_the_best_of_all(
+def test_prfaas_thresholds_and_role_splits_equal_the_best_of_all(
     lengths: list[int], remote: int, kinds: list[ReplicaFacts], gbps: float
 ) -> None:
     bins = window_of(lengths).lengths
@@ -124,7 +124,7 @@ def test_thresholds_and_splits_are_the_best_of_all(
     assert best_split(place, bins, most=0) == (rate, t, [])
 
 
-def test_a_region_keeps_both_roles() -> None:
+def test_prfaas_role_split_keeps_both_roles_in_every_region() -> None:
     near, far = local(4, 2), [replace(item, replica=f"x{item.replica}", region="far") for item in local(2, 1)]
     both = sorted([*near, *far], key=lambda each: each.role == "decode")
     _, _, flips = best_split(site(0, both), BINS, most=9)
@@ -135,7 +135,7 @@ def test_a_region_keeps_both_roles() -> None:
     )
 
 
-def test_a_dead_link_keeps_everything_here_and_a_thin_one_sends_the_longest() -> None:
+def test_prfaas_threshold_stays_local_on_a_dead_link_and_sends_only_the_longest_on_a_thin_one() -> None:
     here, now = local(8, 3), [False] * 3 + [True] * 5
     assert best_threshold(site(4, here, 0.0), BINS, now)[1] == NEVER_TOKENS
     wide = best_threshold(site(4, here, 100.0), BINS, now)
@@ -188,7 +188,7 @@ def run(
 FLEETS = {item: fleet_of(item) for item in (plan(), plan(4, 6, 2), plan(0))}
 
 
-def test_the_threshold_is_set_after_a_window_and_moves_with_lengths_and_link_only() -> None:
+def test_prfaas_threshold_moves_only_with_lengths_and_link_bandwidth() -> None:
     rule, there = PrfaasScaling(POLICY, FACTS), plan()
     first = run(rule, there, seen(), 0, 600)
     assert [at_s for at_s, _ in first] == [120]
@@ -203,7 +203,7 @@ def test_the_threshold_is_set_after_a_window_and_moves_with_lengths_and_link_onl
     assert third[1].tokens > second[1].tokens
 
 
-def test_the_plans_own_threshold_is_kept_unless_another_is_better() -> None:
+def test_prfaas_scaling_keeps_the_planned_threshold_unless_another_is_better() -> None:
     """It begins where the plan has it, and does not move for what the lengths' noise could feign."""
     best = best_threshold(site(4, local(8, 3)), BINS, [item.role == "decode" for item in local(8, 3)])[1]
     for cut, moves in ((best * 0.95, False), (best * 6.0, True)):
@@ -219,7 +219,7 @@ def test_the_plans_own_threshold_is_kept_unless_another_is_better() -> None:
         assert moves or f"keeps {round(cut)} tokens" in rule.why()
 
 
-def test_roles_change_on_the_long_timescale_only_and_restore_the_balance() -> None:
+def test_prfaas_roles_change_only_on_the_long_timescale_and_restore_the_balance() -> None:
     rule, there = PrfaasScaling(POLICY, FACTS), plan(4, 6, 2)
     made = run(rule, there, seen(), 0, 1800)
     assert not any(isinstance(item, FlipRole) for _, item in made)
@@ -232,7 +232,7 @@ def test_roles_change_on_the_long_timescale_only_and_restore_the_balance() -> No
     assert best_threshold(place, BINS, now)[0] >= best_split(place, BINS, most=8)[0] / 1.1
 
 
-def test_it_says_why_it_does_nothing() -> None:
+def test_prfaas_scaling_explains_why_it_does_nothing() -> None:
     rule, there = PrfaasScaling(POLICY, FACTS), plan()
     rule.on_tick(0.0, observed(0.0), FLEETS[there], there)
     assert "looks again in 120 s" in rule.why()
@@ -247,12 +247,12 @@ def test_it_says_why_it_does_nothing() -> None:
     assert "no region both prefills and decodes" in rule.why()
 
 
-def test_without_another_region_nothing_is_sent() -> None:
+def test_prfaas_scaling_without_a_remote_region_sends_no_prompts() -> None:
     made = run(PrfaasScaling(POLICY, FACTS), plan(0), seen(), 0, 600)
     assert [item.tokens for _, item in made if isinstance(item, SetThreshold)] == [NEVER_TOKENS]
 
 
-def test_a_codec_widens_the_link() -> None:
+def test_kv_codec_lowers_the_prfaas_threshold() -> None:
     there = plan()
     packed = replace(there, flows=(PlannedFlow("m", 0, "there", "here", 1.0, "int4"),))
     FLEETS[packed] = FLEETS[there]
@@ -263,21 +263,21 @@ def test_a_codec_widens_the_link() -> None:
     assert small[0][1].tokens < plain[0][1].tokens
 
 
-def test_small_samples_do_not_move_the_threshold() -> None:
+def test_small_samples_do_not_move_the_prfaas_threshold() -> None:
     rule, there = PrfaasScaling(POLICY, FACTS), plan()
     run(rule, there, seen(), 0, 200)
     unsure = replace(seen(0.8), prompt_error_tokens=0.2 * seen().mean_prompt_tokens)
     assert run(rule, there, unsure, 200, 600) == []
 
 
-def test_lengths_are_split_between_bins() -> None:
+def test_prompt_lengths_are_split_within_bins() -> None:
     bins = (LengthCount(8, 9, 2, 16), LengthCount(16, 18, 1, 17), LengthCount(32, 36, 1, 33))
     assert split_lengths(bins, 8) == (0.5, 25.0, 8.0)
     assert split_lengths(bins, 0) == (1.0, 20.625 * 4 / 4 - 4.125, 0.0)
     assert split_lengths(bins, NEVER_TOKENS) == (0.0, 0.0, 16.5)
 
 
-def test_prompts_are_timed_by_their_curve_where_it_is_known() -> None:
+def test_prompts_are_timed_by_the_prefill_curve_where_it_is_known() -> None:
     curved = replace(FAST, prefill_curve=(0.1, 2e-5, 1e-9))
     assert curved.prompt_s(1000) == pytest.approx(0.1 + 0.02 + 0.001)
     assert curved.prompt_s(1000, 400) == pytest.approx(curved.prompt_s(1000) - curved.prompt_s(400) + 0.1)

@@ -44,7 +44,7 @@ def asked(
     ]
 
 
-def test_it_asks_every_interval_while_rates_move_and_names_every_model() -> None:
+def test_replan_rule_asks_every_interval_while_rates_move_and_names_every_model() -> None:
     rule = PeriodicReplan(POLICY)
     quiet = traffic(0.0, model="o")
     made = asked(rule, 0, 1000, traffic(20.0), quiet)
@@ -58,7 +58,7 @@ def test_it_asks_every_interval_while_rates_move_and_names_every_model() -> None
     assert [at_s for at_s, _ in asked(rule, 1000, 1500, traffic(30.0), quiet)] == [1080]
 
 
-def test_it_spares_the_planner_when_nothing_moved_until_the_global_window_is_over() -> None:
+def test_replan_rule_skips_unchanged_rates_until_the_long_window_ends() -> None:
     rule = PeriodicReplan(POLICY)
     made = asked(rule, 0, 4000, traffic(10.2))
     assert [at_s for at_s, _ in made] == [1800, 3600]
@@ -70,7 +70,7 @@ def test_it_spares_the_planner_when_nothing_moved_until_the_global_window_is_ove
     assert "looks again in 350 s" in rule.why()
 
 
-def test_a_missing_copy_and_a_queue_count() -> None:
+def test_replan_rule_counts_missing_copies_and_queued_requests() -> None:
     there = plan()
     fleet = fleet_of(there)
     fleet.remove(next(iter(fleet.views)))
@@ -88,7 +88,7 @@ def test_a_missing_copy_and_a_queue_count() -> None:
     assert more.rates_per_s[0][1] == pytest.approx(item.rates_per_s[0][1] + 10.0)
 
 
-def test_other_lengths_are_a_reason_too_and_their_noise_is_not() -> None:
+def test_replan_rule_asks_for_changed_lengths_beyond_their_noise() -> None:
     rule = PeriodicReplan(POLICY)
     assert asked(rule, 0, 370, traffic(10.0, prompt=1000, output=100)) == [], "lengths that are seen first"
     noisy = traffic(10.0, prompt=1300, prompt_error_tokens=150.0)
@@ -101,7 +101,7 @@ def test_other_lengths_are_a_reason_too_and_their_noise_is_not() -> None:
     assert asked(rule, 1450, 1810, traffic(10.0, prompt=1000, output=30)) == [], "asked for already"
 
 
-def test_nobody_who_has_come_yet_is_no_reason_to_let_copies_go() -> None:
+def test_replan_rule_does_not_scale_down_before_the_first_requests() -> None:
     rule = PeriodicReplan(Policy(scaling="replan", replan_s=10.0))
     nobody = traffic(0.0)
     assert asked(rule, 0, 600, nobody) == []
@@ -110,7 +110,7 @@ def test_nobody_who_has_come_yet_is_no_reason_to_let_copies_go() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.3, 5.0])
-def test_noise_alone_does_not_ask(rate: float) -> None:
+def test_replan_rule_ignores_noise_of_the_rate(rate: float) -> None:
     chance, made = random.Random(3), 0
     there = plan(rate)
     fleet, rule, window = fleet_of(there), PeriodicReplan(POLICY), TrafficWindow()
@@ -125,7 +125,7 @@ def test_noise_alone_does_not_ask(rate: float) -> None:
     assert made <= 2
 
 
-def test_the_policy_names_the_rule() -> None:
+def test_policy_selects_the_scaling_rule_by_name() -> None:
     facts = FleetFacts(models={}, replicas={})
     rules: dict[str, type] = {
         "none": NoScaling,

@@ -52,7 +52,7 @@ def ask(
     return tick
 
 
-def test_answers_that_grow_make_a_prefill_replica_decode_and_it_goes_back_when_calm() -> None:
+def test_growing_answers_flip_a_prefill_replica_to_decode_and_back_when_calm() -> None:
     there, copy_roles = fleet(), rule()
     assert ask(copy_roles, there, 0.0, 14.0) == [], "20 are served and 16 counted on"
     result = ask(
@@ -66,7 +66,7 @@ def test_answers_that_grow_make_a_prefill_replica_decode_and_it_goes_back_when_c
     assert roles(there) == ["prefill", "prefill", "decode", "decode"]
 
 
-def test_where_other_roles_still_serve_more_it_waits_for_calm() -> None:
+def test_flipped_roles_stay_until_load_has_been_low_for_the_calm_time() -> None:
     there, copy_roles = fleet(), rule()
     assert ask(copy_roles, there, 0.0, 12.0, output=300)
     for at_s in (40.0, 60.0, 40.0 + CALM_S - 1):
@@ -80,7 +80,7 @@ def test_where_other_roles_still_serve_more_it_waits_for_calm() -> None:
     assert roles(there) == ["prefill", "prefill", "decode", "decode"]
 
 
-def test_a_lost_replica_is_made_up_for_at_once_and_its_return_undoes_that() -> None:
+def test_lost_copy_replica_is_compensated_by_a_flip_until_it_returns() -> None:
     there, copy_roles = fleet(), rule()
     gone = list(there.views)[:2]
     for name in gone:
@@ -100,7 +100,7 @@ def test_a_lost_replica_is_made_up_for_at_once_and_its_return_undoes_that() -> N
     assert sorted(roles(there)) == ["decode", "prefill", "prefill"]
 
 
-def test_nothing_changes_for_little_nor_while_there_is_enough_nor_too_often() -> None:
+def test_roles_do_not_flip_for_small_gains_sufficient_capacity_or_within_the_hold_time() -> None:
     there, copy_roles = fleet(), rule()
     assert ask(copy_roles, there, 0.0, 5.0, output=300) == [], "5.3 are counted on"
     next(iter(there.views.values())).pace = 1.05
@@ -111,14 +111,14 @@ def test_nothing_changes_for_little_nor_while_there_is_enough_nor_too_often() ->
     assert ask(copy_roles, there, 5.0 + HOLD_S, 12.0, output=300)
 
 
-def test_what_waits_is_demand_too() -> None:
+def test_queued_requests_count_as_demand_for_role_flips() -> None:
     there, copy_roles = fleet(), rule()
     assert ask(copy_roles, there, 0.0, 4.0, output=300) == []
     assert ask(copy_roles, there, 1.0, 4.0, output=300, held=500)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_best_roles_of_all(seed: int) -> None:
+def test_copy_roles_equal_the_best_of_all_role_assignments(seed: int) -> None:
     """Brute force over all roles that change replicas one way or, where some are gone, make all mixed."""
     chance = random.Random(seed)
     count = chance.randint(1, 5)
@@ -140,7 +140,7 @@ def test_the_best_roles_of_all(seed: int) -> None:
     assert value == pytest.approx(best)
 
 
-def test_the_rules_that_change_roles_say_what_they_think() -> None:
+def test_scaling_rules_that_flip_roles_explain_the_flip() -> None:
     there = fleet()
     for scaling in ("cauchy", "flips"):
         scaler = scaler_of(Policy(scaling=scaling), FleetFacts({}, {}))

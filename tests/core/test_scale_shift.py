@@ -59,7 +59,7 @@ def fleets(alike: bool) -> st.SearchStrategy[list[Flippable]]:
 
 
 @given(fleets(alike=True))
-def test_alike_replicas_end_up_in_the_best_split(replicas: list[Flippable]) -> None:
+def test_flips_of_equal_replicas_reach_the_best_split(replicas: list[Flippable]) -> None:
     if len({item.role for item in replicas}) < 2:
         assert best_flips(replicas, 9, 0.0) == [] or served(replicas, dict(best_flips(replicas, 9, 0.0))) > 0
         return
@@ -71,7 +71,7 @@ def test_alike_replicas_end_up_in_the_best_split(replicas: list[Flippable]) -> N
 
 
 @given(fleets(alike=False))
-def test_unlike_replicas_gain_with_every_flip_and_keep_both_roles(replicas: list[Flippable]) -> None:
+def test_every_flip_of_different_replicas_gains_and_keeps_both_roles(replicas: list[Flippable]) -> None:
     flips = best_flips(replicas)
     assert len(flips) <= MAX_FLIPS
     assert len({name for name, _ in flips}) == len(flips)
@@ -90,7 +90,7 @@ def test_unlike_replicas_gain_with_every_flip_and_keep_both_roles(replicas: list
         assert max(single) <= before * (1 + LEAST_GAIN) + 1e-9
 
 
-def test_the_last_of_a_role_in_a_region_stays_and_ties_go_to_the_least_loaded() -> None:
+def test_last_replica_of_a_role_in_a_region_stays_and_ties_go_to_the_least_loaded() -> None:
     there = [
         replica("a", "prefill", 1, 9, "east"),
         replica("b", "decode", 9, 1, "east"),
@@ -113,7 +113,7 @@ def settled(
     return scale_decisions
 
 
-def test_a_shift_to_long_answers_turns_prefill_replicas_to_decode_and_back() -> None:
+def test_shift_to_long_answers_flips_prefill_replicas_to_decode() -> None:
     there = plan(4, 4)
     fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
     even = traffic(20.0, prompt=1000, output=70)  # 9.1 prompts a second each, 22.9 answers
@@ -133,7 +133,7 @@ def test_a_shift_to_long_answers_turns_prefill_replicas_to_decode_and_back() -> 
     assert min(p / 0.11, (8 - p) * 32 / 14) >= best / (1 + LEAST_GAIN)
 
 
-def test_it_says_why_nothing_flips() -> None:
+def test_shift_rule_explains_why_nothing_flips() -> None:
     there = plan(2, 2)
     fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
     assert rule.why() == "not asked yet"
@@ -152,7 +152,7 @@ def test_it_says_why_nothing_flips() -> None:
     assert settled(ShiftFlips(POLICY, FACTS), fleet, there, balanced, 130) == []
 
 
-def test_a_gain_below_a_tenth_and_a_mean_that_may_be_chance_move_nothing() -> None:
+def test_shift_rule_ignores_gains_below_a_tenth_and_noisy_means() -> None:
     pool = [replica("a", "prefill", 10, 10), replica("b", "prefill", 5, 1), replica("c", "decode", 1, 20)]
     assert best_flips([*pool, replica("d", "decode", 1.4, 1.4)]) == []  # 16.4 instead of 15
     assert best_flips([*pool, replica("d", "decode", 1.6, 1.6)]) == [("d", "prefill")]
@@ -165,7 +165,7 @@ def test_a_gain_below_a_tenth_and_a_mean_that_may_be_chance_move_nothing() -> No
         assert bool(result) is moves
 
 
-def test_a_lost_replica_is_a_reason_to_look() -> None:
+def test_shift_rule_reconsiders_roles_after_a_lost_replica() -> None:
     there = plan(3, 3)
     fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
     balanced = traffic(20.0, prompt=1000, output=176)
@@ -177,7 +177,7 @@ def test_a_lost_replica_is_a_reason_to_look() -> None:
     assert "4 replicas instead of 6" in result[0].reason
 
 
-def test_the_way_back_must_gain_more_for_an_hour() -> None:
+def test_flip_back_within_an_hour_needs_a_larger_gain() -> None:
     there = plan(4, 4)
     fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
     assert settled(rule, fleet, there, traffic(20.0, prompt=1000, output=70), 600)  # to prefill
@@ -193,14 +193,14 @@ def test_the_way_back_must_gain_more_for_an_hour() -> None:
 @given(st.floats(60, 400), st.sampled_from([2.0, 10.0]), st.integers(0, 2**32))
 @example(119.0, 2.0, 2007)
 @settings(max_examples=2, deadline=None)
-def test_a_steady_workload_does_not_flap(output: float, rate: float, seed: int) -> None:
+def test_shift_rule_rarely_flips_at_a_steady_workload(output: float, rate: float, seed: int) -> None:
     """Log-normal lengths, Poisson arrivals, two hours, wherever the balance lies; without `BACK_GAIN` the example has
     five flips."""
     assert steady_flips(output, rate, seed) <= 4
 
 
 @pytest.mark.parametrize(("output", "rate"), [(60.0, 2.0), (176.0, 10.0)])
-def test_away_from_the_balance_a_steady_workload_settles(output: float, rate: float) -> None:
+def test_shift_rule_settles_away_from_the_balance_point(output: float, rate: float) -> None:
     assert steady_flips(output, rate, 1) <= 1
 
 
@@ -221,7 +221,7 @@ def steady_flips(output: float, rate: float, seed: int) -> int:
     return flips
 
 
-def test_nobody_is_counted_for_more_than_its_card_carries() -> None:
+def test_decode_rate_is_limited_by_the_network_card() -> None:
     """Long prompts and short answers: by times alone one replica would decode for all others."""
     carded = replace(TIMED, card_gbps=8.0)
     facts = FleetFacts(
@@ -238,7 +238,7 @@ def test_nobody_is_counted_for_more_than_its_card_carries() -> None:
     assert max(item.decode_per_s for item in small) > 15.0
 
 
-def test_rates_come_from_the_timings() -> None:
+def test_prefill_and_decode_rates_come_from_replica_timings() -> None:
     assert prefill_per_s(TIMED, 1000) == pytest.approx(1 / 0.11)
     assert decode_per_s(TIMED, 100) == pytest.approx(32 / 2.0)
     result, untimed = flippable(fleet_of(plan(1, 1)), FACTS, "m", MeanLengths(1000, 100))

@@ -21,7 +21,7 @@ def _up_to(block: int) -> tuple[int, ...]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(CHAINS), st.integers(0, 25)), max_size=40), st.booleans())
-def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
+def test_spare_cache_keeps_the_newest_blocks_and_no_block_without_its_prefix(
     uses: list[tuple[tuple[int, ...], int]], exact: bool
 ) -> None:
     cache = SpareCache(16, exact)
@@ -57,7 +57,7 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
             assert not cache.changed
 
 
-def test_exact_caches_resume_only_where_a_prompt_ended() -> None:
+def test_exact_spare_cache_resumes_only_at_prompt_ends() -> None:
     cache = SpareCache(16, exact=True, state_tokens=8.0)
     cache.keep((1, 2, 3))
     cache.shrink(1000)
@@ -77,7 +77,7 @@ def test_exact_caches_resume_only_where_a_prompt_ended() -> None:
     assert cache.changes() == CacheChanges((), (4, 3, 2, 1), (), (4, 3, 2))
 
 
-def test_what_came_and_went_unseen_is_told_as_gone() -> None:
+def test_block_added_and_evicted_between_reports_is_reported_as_evicted() -> None:
     cache = SpareCache(16)
     cache.keep((1, 2))
     cache.shrink(16)

@@ -49,7 +49,9 @@ split_facts = st.builds(
 
 @given(split_facts, st.integers(1, 600), st.integers(0, 200), st.floats(0, 1e5))
 @settings(max_examples=75)
-def test_the_split_is_the_best_of_all(facts: SplitFacts, prompt: int, decodes: int, context: float) -> None:
+def test_split_point_is_the_best_of_all_split_points(
+    facts: SplitFacts, prompt: int, decodes: int, context: float
+) -> None:
     decodes = min(decodes, facts.chunk_tokens - 1)
     chosen = partial_tokens(prompt, facts, (decodes, context, PLENTY))
     assert 1 <= chosen <= prompt
@@ -58,7 +60,9 @@ def test_the_split_is_the_best_of_all(facts: SplitFacts, prompt: int, decodes: i
 
 
 @given(split_facts, st.integers(1, 3000), st.integers(1, 3000))
-def test_the_series_is_the_sum_of_its_iterations(facts: SplitFacts, prompt: int, part: int) -> None:
+def test_chunked_prefill_series_equals_the_sum_of_its_iterations(
+    facts: SplitFacts, prompt: int, part: int
+) -> None:
     part = min(part, prompt)
     closed = chunked_s(facts, facts.chunk_tokens, facts.b_c, prompt, part)
     assert closed == pytest.approx(summed_chunked_s(facts, prompt, part, 0, 0.0), rel=1e-9, abs=1e-12)
@@ -82,7 +86,7 @@ def printed_split(facts: SplitFacts, prompt: int, decodes: int, context: float) 
 
 
 @given(split_facts, st.integers(1, 5000), st.integers(0, 200), st.floats(0, 1e5))
-def test_the_printed_switch_is_algorithm_1(
+def test_printed_split_equals_algorithm_1(
     facts: SplitFacts, prompt: int, decodes: int, context: float
 ) -> None:
     decodes = min(decodes, facts.chunk_tokens - 1)
@@ -94,7 +98,7 @@ def test_the_printed_switch_is_algorithm_1(
 
 
 @pytest.mark.parametrize("prompt", [2000, 6000, 20000, 100000])
-def test_the_printed_formula_overrates_the_high_end_gpu_and_leaves_the_stages_unlike(prompt: int) -> None:
+def test_printed_split_is_never_below_the_computed_split_and_never_more_balanced(prompt: int) -> None:
     """L_in in place of L_p counts every chunk as if it came after the whole prompt."""
     printed = printed_split(A10_A100, prompt, 30, 30000.0)
     ours = partial_tokens(prompt, A10_A100, (30, 30000.0, PLENTY))
@@ -102,23 +106,23 @@ def test_the_printed_formula_overrates_the_high_end_gpu_and_leaves_the_stages_un
     assert apart_s(A10_A100, prompt, ours, 30, 30000.0) <= apart_s(A10_A100, prompt, printed, 30, 30000.0)
 
 
-def test_for_long_prompts_the_printed_formula_is_off_by_seconds() -> None:
+def test_printed_split_of_a_long_prompt_is_unbalanced_by_over_a_second() -> None:
     printed = printed_split(A10_A100, 100000, 30, 30000.0)
     assert apart_s(A10_A100, 100000, printed, 30, 30000.0) > 1.0
     ours = partial_tokens(100000, A10_A100, (30, 30000.0, PLENTY))
     assert apart_s(A10_A100, 100000, ours, 30, 30000.0) < 0.2
 
 
-def test_without_free_blocks_the_low_end_gpu_takes_all() -> None:
+def test_split_without_free_blocks_gives_the_low_end_the_whole_prompt() -> None:
     assert partial_tokens(1000, A10_A100, (10, 1000.0, ceil(1000 / BLOCK) - 1)) == 1000
     assert partial_tokens(1000, A10_A100, (10, 1000.0, ceil(1000 / BLOCK))) < 1000
 
 
-def test_without_room_in_a_step_the_low_end_gpu_takes_all() -> None:
+def test_split_without_room_in_a_step_gives_the_low_end_the_whole_prompt() -> None:
     assert partial_tokens(1000, A10_A100, (512, 1000.0, PLENTY)) == 1000
 
 
-def test_more_decoding_on_the_high_end_gpu_moves_work_to_the_low_end_one() -> None:
+def test_more_decodes_on_the_high_end_move_prefill_to_the_low_end() -> None:
     parts = [partial_tokens(4000, A10_A100, (n, n * 1500.0, PLENTY)) for n in (0, 50, 150, 400)]
     assert parts == sorted(parts)
     assert parts[0] < parts[-1]
@@ -128,7 +132,7 @@ HIGH = ReplicaFacts(1e-5, 0.0, 0.032, 64, 10_000, 10_000)
 LOW = ReplicaFacts(1e-4, 0.0, 0.032, 16, 1000, 10_000)
 
 
-def test_decodes_stay_low_only_when_the_high_end_gpu_is_over_its_batch_and_slower() -> None:
+def test_decode_stays_on_the_low_end_only_if_the_high_end_is_over_its_batch_and_slower() -> None:
     assert not keeps_decode(HIGH, 63, LOW, 0, 0.0)
     assert keeps_decode(HIGH, 64, LOW, 0, 0.0)
     assert not keeps_decode(HIGH, 64, LOW, 16, 0.0)
@@ -139,7 +143,7 @@ def test_decodes_stay_low_only_when_the_high_end_gpu_is_over_its_batch_and_slowe
     assert keeps_decode(HIGH, 200, slow, 0, 0.0)
 
 
-def test_a_flood_of_decodes_is_shared_in_proportion_to_the_batches() -> None:
+def test_decodes_are_shared_in_proportion_to_batch_sizes_under_overload() -> None:
     high = low = 0
     for _ in range(300):
         if keeps_decode(HIGH, high, LOW, low, 0.0):
@@ -149,7 +153,7 @@ def test_a_flood_of_decodes_is_shared_in_proportion_to_the_batches() -> None:
     assert low / 16 == pytest.approx(high / 64, rel=0.05)
 
 
-def test_a_prompt_that_finds_the_low_end_gpu_full_goes_where_it_is_done_sooner() -> None:
+def test_prompt_without_a_low_end_slot_goes_where_it_finishes_first() -> None:
     part = partial_tokens(4000, A10_A100, (0, 0.0, PLENTY))
     alone_s = chunked_s(A10_A100, 512, A10_A100.b_c, 4000, 0)
     both_s = partial_prefill_s(A10_A100, part) + chunked_s(A10_A100, 512, A10_A100.b_c, 4000, part)

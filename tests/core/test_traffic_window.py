@@ -30,7 +30,7 @@ def seen(window: TrafficWindow, at_s: float, model: str = "m") -> ModelTraffic:
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), LENGTHS), min_size=1, max_size=80), st.floats(1, 300))
-def test_counts_and_means_are_those_of_the_slots_in_the_window(
+def test_traffic_window_counts_and_means_equal_a_recount_of_its_slots(
     gaps: list[tuple[float, int]], window_s: float
 ) -> None:
     window, at_s, all_ = TrafficWindow(window_s, 5 * window_s), 0.0, []
@@ -54,7 +54,7 @@ def test_counts_and_means_are_those_of_the_slots_in_the_window(
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=60))
-def test_every_length_lies_in_its_bin_and_bins_are_narrow(lengths: list[int]) -> None:
+def test_length_bins_are_narrow_and_hold_their_prompts(lengths: list[int]) -> None:
     window = TrafficWindow()
     for tokens in lengths:
         window.arrived(0.0, request(tokens))
@@ -67,7 +67,7 @@ def test_every_length_lies_in_its_bin_and_bins_are_narrow(lengths: list[int]) ->
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=200), st.lists(LENGTHS, min_size=1, max_size=6, unique=True))
-def test_bucket_shares_add_up_and_are_off_by_a_bin_at_most(lengths: list[int], edges: list[int]) -> None:
+def test_bucket_shares_sum_to_one_within_one_bin_of_error(lengths: list[int], edges: list[int]) -> None:
     window = TrafficWindow()
     for tokens in lengths:
         window.arrived(0.0, request(tokens))
@@ -86,7 +86,7 @@ def test_bucket_shares_add_up_and_are_off_by_a_bin_at_most(lengths: list[int], e
         assert abs(got.bucket_shares([edge, 1 << 40])[1] * len(lengths) - above) <= cut[edge] + 1e-6
 
 
-def test_the_error_is_that_of_a_poisson_rate_and_grows_with_bursts() -> None:
+def test_rate_error_equals_the_poisson_deviation_and_grows_with_bursts() -> None:
     chance = random.Random(1)
     errors, rates = [], []
     for _ in range(60):
@@ -107,7 +107,7 @@ def test_the_error_is_that_of_a_poisson_rate_and_grows_with_bursts() -> None:
     assert bursty.error_per_s > 3 * sqrt(bursty.arrivals) / bursty.span_s
 
 
-def test_ends_are_held_against_the_objective_and_refusals_count_as_missed() -> None:
+def test_attainment_counts_ends_within_the_objective_and_refusals_as_missed() -> None:
     window = TrafficWindow(120.0, slos={"m": Slo(1.0, 0.1)})
     for ttft_s, tpot_s in ((0.5, 0.05), (2.0, 0.05), (0.5, 0.2), (1.0, 0.1)):
         window.finished(1.0, "m", 100, ttft_s, tpot_s)
@@ -119,14 +119,14 @@ def test_ends_are_held_against_the_objective_and_refusals_count_as_missed() -> N
     assert seen(window, 2.0, "other").attained == 1
 
 
-def test_an_answer_that_took_too_long_as_a_whole_misses_its_objective() -> None:
+def test_answer_beyond_its_e2e_objective_is_not_attained() -> None:
     window = TrafficWindow(120.0, slos={"m": Slo(1.0, 0.1, e2e_s=5.5)})
     for output_tokens in (51, 52):  # the first token after 0.5 s, then 0.1 s each
         window.finished(1.0, "m", output_tokens, 0.5, 0.1)
     assert seen(window, 2.0).attained == 1
 
 
-def test_a_mean_answer_outlives_the_short_window() -> None:
+def test_mean_output_length_is_kept_beyond_the_short_window() -> None:
     window = TrafficWindow(120.0, 1800.0)
     window.finished(1.0, "m", 100)
     assert seen(window, 600.0).mean_output_tokens == 100.0
@@ -134,7 +134,7 @@ def test_a_mean_answer_outlives_the_short_window() -> None:
     assert seen(window, 4000.0).mean_output_tokens == 0.0
 
 
-def test_a_watched_model_without_requests_shows_a_rate_of_none() -> None:
+def test_watched_model_without_requests_has_a_rate_of_zero() -> None:
     window = TrafficWindow(120.0)
     window.watch(0.0, "m")
     got = seen(window, 60.0)
@@ -144,7 +144,7 @@ def test_a_watched_model_without_requests_shows_a_rate_of_none() -> None:
     assert got.bucket_shares([5, 1 << 40])[1] == 0.0
 
 
-def test_errors_of_means_are_those_of_the_sample() -> None:
+def test_errors_of_mean_lengths_equal_the_sample_errors() -> None:
     window, chance = TrafficWindow(), random.Random(2)
     prompts = [chance.randint(50, 5000) for _ in range(400)]
     for tokens in prompts:
@@ -155,7 +155,7 @@ def test_errors_of_means_are_those_of_the_sample() -> None:
     assert got.prompt_error_tokens == pytest.approx(pstdev(prompts) / 20, rel=0.02)
 
 
-def test_caches_shorten_prompts_links_and_held_requests_are_passed_on() -> None:
+def test_cached_tokens_shorten_observed_prompts_and_latest_link_reports_are_kept() -> None:
     window = TrafficWindow()
     window.arrived(1.0, request(1000), cached_tokens=900)
     window.arrived(1.0, request(10), cached_tokens=10)
@@ -168,7 +168,7 @@ def test_caches_shorten_prompts_links_and_held_requests_are_passed_on() -> None:
     assert got.models[0].mean_prompt_tokens == (100 + 1) / 2
 
 
-def test_late_news_counts_now_and_nothing_goes_back() -> None:
+def test_late_arrival_event_counts_at_the_current_time() -> None:
     window = TrafficWindow(24.0)
     window.arrived(100.0, request(5))
     window.arrived(90.0, request(5))
@@ -176,7 +176,7 @@ def test_late_news_counts_now_and_nothing_goes_back() -> None:
 
 
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=50))
-def test_looking_changes_nothing(gaps: list[float]) -> None:
+def test_observing_the_window_does_not_change_it(gaps: list[float]) -> None:
     plain, looked, at_s = TrafficWindow(10.0), TrafficWindow(10.0), 0.0
     for gap in gaps:
         at_s += gap
@@ -186,7 +186,7 @@ def test_looking_changes_nothing(gaps: list[float]) -> None:
     assert plain.observed(at_s) == looked.observed(at_s)
 
 
-def test_a_rate_that_jumped_is_no_noise() -> None:
+def test_rate_jump_exceeds_the_estimated_rate_error() -> None:
     """A quarter of an hour at 2 a second, then 6: within half a window the rise is beyond three deviations."""
     chance = random.Random(3)
     window, at_s = TrafficWindow(120.0), 0.0

@@ -84,7 +84,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("value", "name", "bad", "says"), CASES)
-def test_a_field_that_cannot_be_is_named(value: Any, name: str, bad: Any, says: str) -> None:
+def test_invalid_field_is_refused_by_name(value: Any, name: str, bad: Any, says: str) -> None:
     with pytest.raises(InputError) as caught:
         dataclasses.replace(value, **{name: bad})
     assert caught.value.field == says
@@ -103,7 +103,7 @@ def test_a_field_that_cannot_be_is_named(value: Any, name: str, bad: Any, says: 
         lambda: dataclasses.replace(MOE, active=8),
     ],
 )
-def test_the_edge_of_what_can_be_is_taken(sound: Callable[[], object]) -> None:
+def test_boundary_values_are_accepted(sound: Callable[[], object]) -> None:
     sound()
 
 
@@ -117,7 +117,7 @@ def test_values_are_frozen(value: Any, data: st.DataObject) -> None:
 
 
 @given(build.requests, st.data())
-def test_requests_are_frozen_and_the_same_one_by_one_and_many_at_once(
+def test_requests_are_frozen_and_equal_when_built_singly_or_in_bulk(
     request: types.Request, data: st.DataObject
 ) -> None:
     with pytest.raises(AttributeError):
@@ -128,7 +128,7 @@ def test_requests_are_frozen_and_the_same_one_by_one_and_many_at_once(
 
 
 @given(build.traffics())
-def test_mean_lengths_lie_within_the_bins(traffic: types.Traffic) -> None:
+def test_mean_lengths_lie_within_their_bins(traffic: types.Traffic) -> None:
     for mean, values in [
         (traffic.mean_input_tokens, [length.input_tokens for length in traffic.lengths]),
         (traffic.mean_output_tokens, [length.output_tokens for length in traffic.lengths]),
@@ -136,7 +136,7 @@ def test_mean_lengths_lie_within_the_bins(traffic: types.Traffic) -> None:
         assert min(values) * (1 - 1e-9) <= mean <= max(values) * (1 + 1e-9)
 
 
-def test_an_objective_is_scaled_as_a_whole() -> None:
+def test_slo_scaling_applies_to_all_limits() -> None:
     slo = types.Slo(2.0, 0.1, 0.95, 20.0)
     assert slo.scaled(0.5) == types.Slo(1.0, 0.05, 0.95, 10.0)
     assert SLO.scaled(3.0).e2e_s is None
@@ -146,7 +146,7 @@ def test_an_objective_is_scaled_as_a_whole() -> None:
 
 
 @given(st.floats(0.01, 100), st.floats(0.001, 10), st.floats(0.1, 1000), st.integers(1, 5000))
-def test_tighter_phases_keep_an_objective_for_the_whole_answer(
+def test_slo_within_e2e_keeps_the_ratio_of_ttft_to_tpot(
     ttft_s: float, tpot_s: float, e2e_s: float, output_tokens: int
 ) -> None:
     slo = types.Slo(ttft_s, tpot_s, 0.9, e2e_s)
@@ -160,13 +160,13 @@ def test_tighter_phases_keep_an_objective_for_the_whole_answer(
     assert not slo.kept(limits.ttft_s, limits.tpot_s, e2e_s * 1.001)
 
 
-def test_a_region_finds_its_offer() -> None:
+def test_region_returns_its_offer_by_node() -> None:
     region = types.Region("east", (OFFER, types.NodeOffer("1xL4", 0.8, 2)))
     assert region.offer("2xL4") is OFFER
     assert region.offer("8xH100") is None
 
 
-def test_derived_sizes() -> None:
+def test_derived_sizes_of_gpu_model_and_attention_equal_hand_counts() -> None:
     assert GPU.memory_bytes == 24e9
     assert MODEL.layer_count == 1
     # Kimi-Linear's KDA layer: 32 heads with a 128 by 128 state, convolution over q, k and v.
@@ -178,25 +178,25 @@ def test_derived_sizes() -> None:
 
 
 @given(build.layouts)
-def test_layers_and_nodes_add_up(layout: Layout) -> None:
+def test_layout_layer_and_node_counts_add_up(layout: Layout) -> None:
     names = [node.node for stage in layout.stages for node in stage.nodes]
     assert layout.node_counts == Counter(names)
     assert sum(layout.node_counts.values()) == sum(len(stage.nodes) for stage in layout.stages)
     assert layout.layer_count == sum(stage.layers for stage in layout.stages) >= len(layout.stages)
 
 
-def test_the_plainest_layout() -> None:
+def test_single_layout_has_one_stage_on_one_node() -> None:
     layout = single("2xL40S", 2, 32)
     assert layout.stages == (Stage(32, (StageNode("2xL40S", 2),)),)
     assert (layout.layer_count, layout.node_counts) == (32, {"2xL40S": 1})
 
 
-def test_nodes_of_one_stage_may_be_unlike() -> None:
+def test_layout_stage_may_have_different_nodes() -> None:
     stage = Stage(8, (StageNode("8xH100", 8), StageNode("2xL40S", 2)))
     assert Layout((stage, stage)).node_counts == {"8xH100": 2, "2xL40S": 2}
 
 
-def test_what_is_not_a_layout_says_why() -> None:
+def test_invalid_layout_is_refused_with_its_reason() -> None:
     node = StageNode("1xL4", 1)
     for build_it, says in [
         (lambda: StageNode("1xL4", 0), "1xL4: tp: must be at least 1, is 0"),
@@ -248,11 +248,11 @@ def accepted(pairs: list[tuple[int, int | None]]) -> bool:
 
 
 @given(rows)
-def test_the_constructor_agrees_with_counting_tokens(pairs: list[tuple[int, int | None]]) -> None:
+def test_route_constructor_accepts_exactly_the_valid_segments(pairs: list[tuple[int, int | None]]) -> None:
     assert accepted(pairs) == is_route(pairs)
 
 
-def test_the_constructor_agrees_with_counting_tokens_on_all_short_lists() -> None:
+def test_route_constructor_accepts_exactly_the_valid_short_segment_lists() -> None:
     ends: list[int | None] = [1, 2, 3, None]
     every = [(start, stop) for start in range(4) for stop in ends if stop is None or start < stop]
     lists = [[], *([a] for a in every), *([a, b] for a in every for b in every)]
@@ -264,14 +264,14 @@ def test_the_constructor_agrees_with_counting_tokens_on_all_short_lists() -> Non
 
 
 @given(build.routes())
-def test_segments_cover_the_prompt_and_the_last_is_open(route: Route) -> None:
+def test_route_segments_cover_the_prompt_and_the_last_has_no_stop(route: Route) -> None:
     assert route.segments[0].start == 0
     assert [s.stop for s in route.segments[:-1]] == [s.start for s in route.segments[1:]]
     assert [s.stop is None for s in route.segments] == [False] * (len(route.segments) - 1) + [True]
     assert route.decoder == route.segments[-1].replica
 
 
-def test_the_routes_of_the_design() -> None:
+def test_aggregated_and_disaggregated_routes_have_their_segments() -> None:
     assert aggregated("X").segments == (Segment("X", 0, None),)
     disaggregated = handed_over("P", "D", 100)
     assert disaggregated.segments == (Segment("P", 0, 100), Segment("D", 100, None))
@@ -290,13 +290,13 @@ def test_the_routes_of_the_design() -> None:
         ([(2, 2)], "segment: stop: must be beyond its start 2, is 2"),
     ],
 )
-def test_what_is_not_a_route_says_why(pairs: list[tuple[int, int | None]], says: str) -> None:
+def test_invalid_route_is_refused_with_its_reason(pairs: list[tuple[int, int | None]], says: str) -> None:
     with pytest.raises(InputError) as caught:
         Route(tuple(Segment("r", start, stop) for start, stop in pairs))
     assert str(caught.value) == says
 
 
 @pytest.mark.parametrize("at_token", [0, -1])
-def test_nothing_can_be_handed_over_before_the_first_token(at_token: int) -> None:
+def test_transfer_before_the_first_token_is_refused(at_token: int) -> None:
     with pytest.raises(InputError, match="segment: stop"):
         handed_over("a", "b", at_token)
