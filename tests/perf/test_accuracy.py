@@ -38,7 +38,7 @@ DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).parents[3] / "shared" 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the public measurements are not on this machine")
 
 
-def test_the_page_has_every_target() -> None:
+def test_accuracy_report_has_a_row_for_every_target() -> None:
     text = report(stored_scores())
     assert text.startswith("# ")
     assert text.count("\n|") > 100
@@ -46,27 +46,29 @@ def test_the_page_has_every_target() -> None:
 
 @pytest.mark.parametrize(("question", "target"), [("calibrated", 0.06), ("GPU left out", 0.15)])
 @pytest.mark.parametrize("kind", OPERATORS)
-def test_each_kind_of_work_meets_its_target_in_the_middle(question: str, target: float, kind: str) -> None:
+def test_median_operator_error_of_each_kind_is_within_its_target(
+    question: str, target: float, kind: str
+) -> None:
     """The median over GPUs; the pairs that miss are listed in the report."""
     medians = [s.median for s in stored_scores() if s.question == question and s.kind == kind]
     assert len(medians) >= 5
     assert np.median(medians) <= target
 
 
-def test_every_measured_gpu_was_left_out_once() -> None:
+def test_every_measured_gpu_is_left_out_once() -> None:
     measured = {scales.gpu for scales in bundled().gpus if not scales.coarse}
     left_out = {s.gpu for s in stored_scores() if s.question == "GPU left out"}
     assert left_out == measured | {"RTX-PRO-6000"}, "of the latter, links alone were measured"
 
 
-def test_expected_errors_are_those_of_the_scores() -> None:
+def test_bundled_expected_errors_equal_the_stored_scores() -> None:
     assert bundled().errors == expected_errors(stored_scores())
     errors = bundled().errors
     assert errors["measured"].median < errors["transferred"].median < errors["transferred"].p90
 
 
 @needs_data
-def test_the_bundled_curves_still_fit_the_measurements() -> None:
+def test_bundled_curves_fit_the_measurements() -> None:
     """A change to a formula without a new calibration would show here."""
     rows = read_all(DATA)["gemm"]
     part = rows.where((rows.gpu == "A100-80") & (rows.harness == "aiconfigurator"))
@@ -80,7 +82,7 @@ def test_the_bundled_curves_still_fit_the_measurements() -> None:
 
 
 @needs_data
-def test_a_fit_without_a_gpu_never_sees_its_rows() -> None:
+def test_operator_fit_without_a_gpu_does_not_use_its_rows() -> None:
     rows = read_all(DATA)["decode"]
     chips = {name: chip_of(gpus.gpu(name)) for name in gpus.names()}
     fit = fit_operator(rows.where(rows.gpu != "A30"), chips, sample=60)
@@ -89,7 +91,7 @@ def test_a_fit_without_a_gpu_never_sees_its_rows() -> None:
         fit.predict(rows.where(rows.gpu == "A30"), chips)
 
 
-def test_known_figures_are_found_again() -> None:
+def test_fit_recovers_known_shares_from_generated_measurements() -> None:
     """Measurements made with known shares give those shares back, and the residual surface finds nothing to do."""
     rng = np.random.default_rng(3)
     size = 400
@@ -125,7 +127,7 @@ def written(folder: Path, text: str, name: str = "runs.csv") -> Path:
     return path
 
 
-def test_a_table_is_read_whatever_its_columns_are_called(tmp_path: Path) -> None:
+def test_run_table_is_read_under_alternative_column_names(tmp_path: Path) -> None:
     (run,) = read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n")).runs
     assert (run.model, run.gpu, run.tp, run.concurrency) == ("Llama-3.1-8B", "H100-SXM", 2, 16)
     assert (run.ttft_s, run.tpot_s) == pytest.approx((0.12, 0.0095))
@@ -136,7 +138,7 @@ def same(tmp_path: Path, runs: tuple[MeasuredRun, ...]) -> None:
     assert runs == read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n")).runs
 
 
-def test_other_formats_say_the_same(tmp_path: Path) -> None:
+def test_run_tables_in_json_formats_equal_the_csv_table(tmp_path: Path) -> None:
     row = dict(zip(HEAD.split(","), ROW.split(","), strict=True))
     same(tmp_path, read_runs(written(tmp_path, json.dumps([row]), "runs.json")).runs)
     same(tmp_path, read_runs(written(tmp_path, json.dumps({"runs": [row]}), "runs.json")).runs)
@@ -145,7 +147,7 @@ def test_other_formats_say_the_same(tmp_path: Path) -> None:
     same(tmp_path, read_runs(tmp_path / "runs.csv.gz").runs)
 
 
-def test_parquet_too(tmp_path: Path) -> None:
+def test_parquet_run_table_equals_the_csv_table(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -154,7 +156,7 @@ def test_parquet_too(tmp_path: Path) -> None:
     same(tmp_path, read_runs(tmp_path / "runs.parquet").runs)
 
 
-def test_throughput_may_stand_for_times(tmp_path: Path) -> None:
+def test_run_table_with_output_throughput_needs_no_times(tmp_path: Path) -> None:
     text = "model,gpu,input_tokens,output_tokens,concurrency,output_throughput\nPhi-4,A100-80,500,100,8,400\n"
     (run,) = read_runs(written(tmp_path, text)).runs
     assert run.requests_per_s == pytest.approx(4.0)
@@ -162,7 +164,7 @@ def test_throughput_may_stand_for_times(tmp_path: Path) -> None:
     assert run.tpot_s is None
 
 
-def test_rows_that_say_too_little_are_counted_and_the_rest_is_taken_once(tmp_path: Path) -> None:
+def test_incomplete_run_rows_are_counted_and_duplicates_are_read_once(tmp_path: Path) -> None:
     lacking = "Llama-3.1-8B,H100-SXM,2,1000,200,,120,9.5"
     table = read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n{ROW}\n{lacking}\n"))
     assert (len(table.runs), table.left_out) == (1, 1)
@@ -179,14 +181,14 @@ def test_rows_that_say_too_little_are_counted_and_the_rest_is_taken_once(tmp_pat
         ("", "runs.csv: model: no such column"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_run_table_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InputError) as error:
         read_runs(written(tmp_path, text))
     assert str(error.value).startswith(said)
     assert "\n" not in str(error.value)
 
 
-def test_what_is_no_table_is_an_error(tmp_path: Path) -> None:
+def test_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"runs\.csv"):
         read_runs(tmp_path / "runs.csv")
@@ -236,7 +238,7 @@ def stepped(timer: Line, open_requests: int, new: int, out: int, budget: int, wa
 @pytest.mark.parametrize(
     ("open_requests", "new", "out"), [(4, 900, 200), (32, 900, 200), (64, 300, 100), (16, 3000, 60)]
 )
-def test_throughput_is_that_of_an_engine_stepped_through(open_requests: int, new: int, out: int) -> None:
+def test_served_throughput_equals_that_of_a_stepped_engine(open_requests: int, new: int, out: int) -> None:
     timer, budget = Line(), 2048
     truth = stepped(timer, open_requests, new, out, budget, 12)
     result = served(run_work(timer, 1, open_requests, new, out, 10_000, budget), NO_HOST, QUIET)
@@ -256,7 +258,9 @@ hosting = st.builds(EngineHost, st.floats(0, 5e-3), st.floats(0, 1e-4), st.float
 
 
 @given(works, hosting, clients)
-def test_what_is_open_is_waiting_or_answered(work: RunWork, host: EngineHost, client: BenchClient) -> None:
+def test_served_rate_times_request_time_equals_concurrency(
+    work: RunWork, host: EngineHost, client: BenchClient
+) -> None:
     """Little's law: concurrency = rate x (TTFT + the rest of the answer)."""
     result = served(work, host, client)
     whole_s = result.ttft_s + work.answers * result.tpot_s
@@ -266,7 +270,7 @@ def test_what_is_open_is_waiting_or_answered(work: RunWork, host: EngineHost, cl
 
 
 @given(works, hosting, clients, st.floats(1.0, 4.0))
-def test_a_slower_host_never_serves_more(
+def test_slower_host_never_serves_more(
     work: RunWork, host: EngineHost, client: BenchClient, factor: float
 ) -> None:
     slow = EngineHost(host.fixed_s * factor, host.sequence_s * factor, host.launch_s * factor)
@@ -276,7 +280,7 @@ def test_a_slower_host_never_serves_more(
 
 @settings(max_examples=20)
 @given(st.integers(1, 64), st.integers(16, 4000), hosting)
-def test_a_host_that_is_added_later_is_the_one_that_is_timed_with(
+def test_host_added_to_timed_work_equals_a_host_timed_at_once(
     decodes: int, new: int, host: EngineHost
 ) -> None:
     model, node = models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM")
@@ -287,7 +291,7 @@ def test_a_host_that_is_added_later_is_the_one_that_is_timed_with(
         assert getattr(later, name) == pytest.approx(getattr(at_once, name))
 
 
-def test_runs_side_by_side_are_the_same_runs() -> None:
+def test_runs_served_together_equal_runs_served_alone() -> None:
     first, second = run_work(Line(), 8, 4, 500, 100, 50), run_work(Line(), 8, 40, 900, 20, 10)
     both = served(together([first, second]), DEFAULT_HOST, QUIET)
     alone = [served(item, DEFAULT_HOST, QUIET).ttft_s[0] for item in (first, second)]
@@ -295,7 +299,7 @@ def test_runs_side_by_side_are_the_same_runs() -> None:
     assert together([first, second]).where(np.array([False, True])).concurrency == [40.0]
 
 
-def test_launches_are_the_least_of_a_step_with_a_chunk_and_no_other() -> None:
+def test_launch_time_is_a_lower_bound_only_for_steps_with_a_chunk() -> None:
     model, node = models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM")
     bare, launched = (roofline(model, node, 1, host=EngineHost(0.0, 0.0, item)) for item in (0.0, 1e-3))
     batch = steps([16.0, 4000.0, 0.0], 0.0, [3.0, 3.0, 3.0], 900.0)
@@ -306,7 +310,7 @@ def test_launches_are_the_least_of_a_step_with_a_chunk_and_no_other() -> None:
     assert launched.unlaunched.step_s(batch) == pytest.approx(bare.step_s(batch))
 
 
-def test_hosts_of_three_engines_are_known() -> None:
+def test_engine_hosts_of_vllm_sglang_and_trtllm_are_known() -> None:
     assert set(hosts()) == {"vllm", "sglang", "trtllm"}
     assert hosts()["vllm"] == DEFAULT_HOST
     for host in hosts().values():
@@ -317,7 +321,7 @@ def test_hosts_of_three_engines_are_known() -> None:
 LLAMA, OSS = models.model("Llama-3.1-8B"), models.model("GPT-OSS-120B")
 
 
-def test_bars_of_80_percent_hold_75_to_85_of_left_out_runs() -> None:
+def test_error_bars_of_80_percent_contain_75_to_85_percent_of_left_out_runs() -> None:
     held = stored_runs().coverage
     assert {*METRICS, *(f"{metric}, {kind}" for metric in METRICS for kind in ("dense", "experts"))} <= set(
         held
@@ -326,7 +330,7 @@ def test_bars_of_80_percent_hold_75_to_85_of_left_out_runs() -> None:
         assert 0.75 <= share <= 0.85, name
 
 
-def test_runs_on_a_gpu_whose_operators_were_left_out() -> None:
+def test_runs_on_a_gpu_without_its_own_operators_are_within_their_targets() -> None:
     """Throughput within 12 %, TTFT within 20 %, and bars that hold without being far too wide."""
     found = stored_runs().carried
     for kind in ("dense", "experts"):
@@ -335,7 +339,7 @@ def test_runs_on_a_gpu_whose_operators_were_left_out() -> None:
         assert all(0.75 <= found[f"{kind}, {metric}: within"] <= 0.93 for metric in METRICS)
 
 
-def test_predictions_choose_well_by_cost_per_token() -> None:
+def test_predicted_ranking_by_cost_per_token_loses_at_most_its_target() -> None:
     """Kendall's tau of 0.9; of the first choice 10 % lost without a limit, 15 % with TPOT of 30 ms."""
     found = stored_runs().ranking
     for kind in ("dense", "experts"):
@@ -344,7 +348,7 @@ def test_predictions_choose_well_by_cost_per_token() -> None:
         assert found[f"{kind}: loss at 30 ms, by bars"] <= found[f"{kind}: loss at 30 ms"] <= 0.15
 
 
-def test_left_out_runs_are_as_near_as_is_claimed() -> None:
+def test_errors_of_left_out_runs_are_within_the_documented_limits() -> None:
     """Of H100: throughput within 10 % dense and 15 % experts, TPOT 15 %, TTFT 25 %, bias 8 % at every degree."""
     for score in stored_runs().scores:
         if score.engine:
@@ -358,7 +362,7 @@ def test_left_out_runs_are_as_near_as_is_claimed() -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("model", [LLAMA, OSS])
-def test_less_known_is_wider(metric: Metric, model: object) -> None:
+def test_error_bar_widens_as_confidence_falls(metric: Metric, model: object) -> None:
     who = (metric, model, 2)
     here = bar(*who, "H100-SXM", "measured")  # type: ignore[arg-type]
     widths = [here, *(bar(*who, "L40S", item) for item in ("measured", "transferred", "assumed"))]  # type: ignore[arg-type]
@@ -369,12 +373,12 @@ def test_less_known_is_wider(metric: Metric, model: object) -> None:
 
 
 @given(st.floats(0.5, 0.98), st.floats(0.5, 0.98), st.sampled_from(["H100-SXM", "L40S", "T4"]))
-def test_the_slow_end_is_slower_the_surer_one_wants_to_be(first: float, second: float, gpu: str) -> None:
+def test_slowdown_factor_grows_with_the_requested_confidence(first: float, second: float, gpu: str) -> None:
     low, high = sorted((first, second))
     assert 1.0 <= slower(LLAMA, 1, gpu, "transferred", low) <= slower(LLAMA, 1, gpu, "transferred", high)
 
 
-def test_the_slow_end_at_nine_in_ten_is_the_far_end_of_a_bar_of_eight() -> None:
+def test_slowdown_at_90_percent_equals_the_upper_end_of_an_80_percent_bar() -> None:
     result = bar("rate", LLAMA, 2, "L40S", "measured")
     assert slower(LLAMA, 2, "L40S", "measured", 0.9) == pytest.approx(result.high)
 
@@ -383,7 +387,7 @@ def errors(kind: str, bits: int, tp: int, at: float) -> RunErrors:
     return RunErrors("rate", kind, bits, tp, 100, tuple(at * (share - 0.5) for share in SHARES))
 
 
-def test_errors_are_those_of_the_nearest_group() -> None:
+def test_error_bar_uses_the_errors_of_the_nearest_group() -> None:
     known = ErrorBars(
         "H100-SXM", (errors("", 0, 0, 1.0), errors("dense", 16, 0, 0.5), errors("dense", 16, 4, 0.1)), {}
     )
@@ -397,7 +401,7 @@ def test_errors_are_those_of_the_nearest_group() -> None:
     assert span(replace(LLAMA, weight_bits=8.0), 4) == span(OSS, 4) == pytest.approx(0.8)
 
 
-def test_rates_and_prices_go_the_other_way() -> None:
+def test_error_bar_around_a_rate_is_inverted() -> None:
     result = bar("rate", LLAMA, 1, "H100-SXM", "measured")
     slow, fast = result.around_rate(10.0)
     assert slow == pytest.approx(10.0 / result.high)
@@ -414,13 +418,13 @@ def runs(count: int) -> list[Placed]:
     return [Placed(run, LLAMA, node) for run in made]
 
 
-def test_coverage_is_of_runs_that_made_no_bar() -> None:
+def test_error_bar_coverage_is_measured_on_runs_outside_the_fit() -> None:
     placed = runs(800)
     ratios = np.random.default_rng(0).normal(0.0, 0.1, (len(METRICS), len(placed)))
     assert coverage(placed, ratios)["rate"] == pytest.approx(0.8, abs=0.04)
 
 
-def test_a_group_with_too_few_runs_has_no_bar_of_its_own() -> None:
+def test_group_with_too_few_runs_has_no_error_bar() -> None:
     few = run_errors(runs(20), np.zeros((len(METRICS), 20)))
     assert {(item.kind, item.bits, item.tp) for item in few} == {("", 0, 0)}
     assert bundled_bars().gpu == "H100-SXM"

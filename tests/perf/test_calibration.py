@@ -48,7 +48,7 @@ def numbers(curves: GpuCurves) -> list[float]:
     return flat
 
 
-def test_what_ships_covers_the_measured_gpus() -> None:
+def test_bundled_calibration_covers_the_measured_gpus_and_links() -> None:
     assert {"A100-80", "B200", "H100-SXM", "A40", "A30", "L40S", "RTX4090"} <= set(FINE)
     assert {"nvswitch", "pcie", "lanes", "host"} == {network.kind for network in bundled().networks}
     assert set(bundled().errors) >= {"measured", "transferred"}
@@ -57,14 +57,14 @@ def test_what_ships_covers_the_measured_gpus() -> None:
         assert 0 < error.median < error.p90
 
 
-def test_data_sheets_are_the_catalogs() -> None:
+def test_calibrated_gpu_specs_equal_the_catalog() -> None:
     """The fits divided by these; if the catalog changes, the calibration must be made anew."""
     assert {spec.name for spec in bundled().specs} == {scales.gpu for scales in bundled().gpus}
     for spec in bundled().specs:
         assert spec == gpus.gpu(spec.name)
 
 
-def test_shares_are_physical() -> None:
+def test_calibrated_shares_are_physically_possible() -> None:
     """A share is of the data sheet's rate; boost clocks lift a product to 1.1 at most."""
     for scales in bundled().gpus:
         assert scales.gemm is not None
@@ -76,7 +76,7 @@ def test_shares_are_physical() -> None:
             assert all(0 < fixed_s < 1e-4 for fixed_s in scales.decode[1:])
 
 
-def test_it_survives_its_file() -> None:
+def test_calibration_survives_its_file() -> None:
     text = dumps(bundled(), format_name=FORMAT, version=CALIBRATION_VERSION)
     assert loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION) == bundled()
     with pytest.raises(FormatError, match="version"):
@@ -88,7 +88,9 @@ def test_it_survives_its_file() -> None:
     st.none() | st.floats(20, 1500),
     st.floats(10, 3000),
 )
-def test_a_power_share_is_positive_and_below_its_ceiling(arch: str, tdp: float | None, tflops: float) -> None:
+def test_power_share_is_positive_below_its_ceiling_and_grows_with_tdp(
+    arch: str, tdp: float | None, tflops: float
+) -> None:
     power = bundled().power
     share = power.share(replace(BARE, architecture=arch, tdp_w=tdp, fp16_tflops=tflops))
     assert 0 < share <= power.ceiling
@@ -96,7 +98,7 @@ def test_a_power_share_is_positive_and_below_its_ceiling(arch: str, tdp: float |
         assert share <= power.share(replace(BARE, architecture=arch, tdp_w=2 * tdp, fp16_tflops=tflops))
 
 
-def test_power_is_a_soft_minimum() -> None:
+def test_power_limit_is_a_soft_minimum() -> None:
     power = PowerLimit(1.0, {"ampere": 2.0}, sharpness=4.0)
     gpu = replace(BARE, architecture="ampere", fp16_tflops=100.0)
     assert power.share(replace(gpu, tdp_w=200.0)) == pytest.approx(2**-0.25)
@@ -106,7 +108,7 @@ def test_power_is_a_soft_minimum() -> None:
     assert power.share(replace(gpu, tdp_w=20.0, architecture="elsewhere")) == 1.0
 
 
-def test_starved_chips_are_recognised() -> None:
+def test_power_limited_gpus_have_a_lower_share_than_an_rtx_4090() -> None:
     """The text says so of L4, L40S and A30, and that an RTX 4090 is not."""
     power = bundled().power
     shares = {name: power.share(gpus.gpu(name)) for name in ("L4", "L40S", "A30", "RTX4090")}
@@ -114,7 +116,7 @@ def test_starved_chips_are_recognised() -> None:
 
 
 @pytest.mark.parametrize("name", gpus.names())
-def test_every_gpu_of_the_catalog_has_curves(name: str) -> None:
+def test_every_catalog_gpu_has_finite_curves(name: str) -> None:
     curves = curves_for(gpus.gpu(name), bundled())
     assert all(np.isfinite(value) and value >= 0 for value in numbers(curves))
     assert 0 < curves.gemm.compute <= 1.1
@@ -122,7 +124,7 @@ def test_every_gpu_of_the_catalog_has_curves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_a_measured_gpu_uses_its_own_figures(name: str) -> None:
+def test_measured_gpu_uses_its_own_figures(name: str) -> None:
     own_scales, curves = bundled().scales(name), curves_for(gpus.gpu(name), bundled())
     assert own_scales is not None
     assert own_scales.gemm is not None
@@ -133,7 +135,7 @@ def test_a_measured_gpu_uses_its_own_figures(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_carried_over_figures_are_near_the_measured_ones(name: str) -> None:
+def test_transferred_figures_are_near_the_measured_ones(name: str) -> None:
     """Each measured GPU as if it had not been: compute within 40 %, bandwidth within 40 %, no surface."""
     own, carried = curves_for(gpus.gpu(name), bundled()), curves_for(gpus.gpu(name), without(name))
     assert carried.confidence != "measured"
@@ -144,7 +146,7 @@ def test_carried_over_figures_are_near_the_measured_ones(name: str) -> None:
     assert carried.decode.bandwidth == pytest.approx(own.decode.bandwidth, rel=0.4)
 
 
-def test_relatives() -> None:
+def test_curves_of_an_unmeasured_gpu_come_from_its_nearest_relative() -> None:
     """The same chip first (A800, H200), else the same compute capability (8.6: A10 and A40)."""
     chips = {"A800-SXM": "A100", "H200": "H100", "H800": "H100", "V100-32": "V100"}
     chips |= {"A10": "A40", "RTX3090Ti": "A40"}
@@ -160,7 +162,7 @@ TWINS += [("A100-40", "A100-80"), ("GB200", "B200"), ("B300", "B200")]  # A100-4
 
 
 @pytest.mark.parametrize(("name", "twin"), TWINS)
-def test_the_same_chip_has_the_same_figures_and_surfaces(name: str, twin: str) -> None:
+def test_gpus_with_the_same_chip_have_the_same_figures_and_residuals(name: str, twin: str) -> None:
     """H200 is an H100 with other memory; more power than the twin's lifts compute alone."""
     here, there = (curves_for(gpus.gpu(each), bundled()) for each in (name, twin))
     more = bundled().power.share(gpus.gpu(name)) / bundled().power.share(gpus.gpu(twin))
@@ -188,7 +190,9 @@ BATCH = steps(*zip(*DECODES, (64, 0, 0, 0), (512, 0, 16, 16e3), (2048, 4096, 64,
     st.sampled_from(CHOSEN),
     st.lists(st.floats(0.5, 1.0), min_size=3, max_size=3),
 )
-def test_a_gpu_is_never_slower_than_it_would_be_with_less(name: str, kind: Format, less: list[float]) -> None:
+def test_gpu_is_never_slower_than_itself_with_lower_figures(
+    name: str, kind: Format, less: list[float]
+) -> None:
     """Less arithmetic, bandwidth or power, of any GPU of the catalog: a hundredth is left to waves and surfaces."""
     node, scale = (
         nodes.node_type(name),
@@ -207,7 +211,7 @@ def test_a_gpu_is_never_slower_than_it_would_be_with_less(name: str, kind: Forma
 
 
 @pytest.mark.slow
-def test_a_gpu_at_least_as_good_is_never_slower() -> None:
+def test_gpu_with_figures_at_least_as_high_is_hardly_ever_slower() -> None:
     """None with the chip of one that was measured, and none of a data centre's, is slower than a lesser one in any
     format. A GPU that was not has no surfaces, so that it may look faster than a better one."""
     sheet = {name: gpus.gpu(name) for name in gpus.names() if not name.startswith("MI")}
@@ -224,7 +228,7 @@ def test_a_gpu_at_least_as_good_is_never_slower() -> None:
     assert max(over.values()) <= 1.27, over
 
 
-def test_bars_hold_on_a_gpu_that_nobody_measured() -> None:
+def test_error_bars_hold_for_b200_predicted_from_other_gpus() -> None:
     """Steps on B200 by what was learnt from older GPUs and links, beside those with its own figures; its attention
     is foretold by how the two before it differ."""
     known, node = bundled(), nodes.node_type("8xB200")
@@ -249,25 +253,25 @@ def test_bars_hold_on_a_gpu_that_nobody_measured() -> None:
     assert np.median(off) <= 0.12
 
 
-def test_less_power_is_less_compute() -> None:
+def test_lower_power_limit_lowers_compute() -> None:
     sxm, pcie = (curves_for(gpus.gpu(name), bundled()) for name in ("A800-SXM", "A100-80-PCIe"))
     assert pcie.gemm.compute < 0.9 * sxm.gemm.compute
 
 
 @pytest.mark.parametrize("name", ["MI210", "RTX-PRO-6000"])
-def test_a_strange_architecture_is_assumed(name: str) -> None:
+def test_gpu_of_an_unmeasured_architecture_has_assumed_confidence(name: str) -> None:
     curves = curves_for(gpus.gpu(name), bundled())
     assert curves.confidence == "assumed"
     assert "no GPU of its architecture" in curves.basis
 
 
-def test_whole_layer_times_are_not_called_measured() -> None:
+def test_gpu_measured_only_by_whole_layers_has_transferred_confidence() -> None:
     curves = curves_for(gpus.gpu("L4"), bundled())
     assert curves.confidence == "transferred"
     assert "whole-layer" in curves.basis
 
 
-def test_a_gpu_with_only_the_required_figures_works() -> None:
+def test_gpu_with_only_the_required_figures_has_curves() -> None:
     curves = curves_for(BARE, bundled())
     assert curves.confidence == "assumed"
     assert all(np.isfinite(value) and value >= 0 for value in numbers(curves))
@@ -276,5 +280,5 @@ def test_a_gpu_with_only_the_required_figures_works() -> None:
 
 
 @pytest.mark.parametrize(("capability", "tile"), [(8.0, 128.0), (8.6, 64.0), (8.9, 64.0), (9.0, 128.0)])
-def test_query_tiles_follow_the_instruction_set(capability: float, tile: float) -> None:
+def test_query_tile_size_follows_the_compute_capability(capability: float, tile: float) -> None:
     assert chip_of(replace(BARE, compute_capability=capability)).query_tile == tile

@@ -26,18 +26,18 @@ tokens = st.integers(1, 20_000)
 batches = st.integers(1, 256)
 
 
-def test_the_letters_come_from_the_model():
+def test_cauchy_model_parameters_come_from_the_model():
     assert CauchyModel(l=32, h=4096, n=32, s=128, k=8, i=14336, v=128256, d=2.0) == M8
 
 
-def test_equations_1_2_6_7_by_hand():
+def test_cauchy_equations_1_2_6_and_7_equal_hand_counts():
     assert M8.c1 == 4 * 32 * 4096
     assert M8.c2 == 8 * 32 * 4096**2 + 6 * 32 * 4096 * 14336
     assert M8.c3 == 2 * (2 * 128256 * 4096 + (4 * 4096**2 + 3 * 4096 * 14336 + 2 * 4096) * 32)
     assert M8.c4 == 2 * 2 * 32 * 8 * 128 == 131072
 
 
-def test_equations_3_4_5_agree():
+def test_cauchy_equations_3_4_and_5_agree():
     flop = 4 * (M8.c1 * 1000**2 + M8.c2 * 1000)
     assert M8.flop_prefill(4, 1000) == pytest.approx(flop)
     assert M8.t_prefill_s(4, 1000, 2, 312e12) == pytest.approx(flop / 624e12)
@@ -45,13 +45,13 @@ def test_equations_3_4_5_agree():
 
 
 @given(b=batches, r_in=tokens, r_out=tokens)
-def test_equations_10_and_11_agree(b, r_in, r_out):
+def test_cauchy_equations_10_and_11_agree(b, r_in, r_out):
     t_decode = M8.t_decode_s(b, r_in, r_out, 2, 4e12)
     assert M8.s_decode(b, r_in, r_out, 2, 4e12) == pytest.approx(b * r_out / t_decode, rel=1e-9)
 
 
 @given(b=batches, r_in=tokens, r_out=tokens, n_prefill=st.integers(1, 8), n_decode=st.integers(1, 8))
-def test_equations_12_to_15_agree(b, r_in, r_out, n_prefill, n_decode):
+def test_cauchy_equations_12_to_15_agree(b, r_in, r_out, n_prefill, n_decode):
     prefill_side, decode_side = ComboSide(H800, n_prefill, 2.69), ComboSide(H20, n_decode, 1.5)
     assert M8.a1(r_in) == pytest.approx(M8.s_prefill(r_in, 1, 1.0))
     assert M8.a2(b, r_in, r_out) == pytest.approx(M8.s_decode(b, r_in, r_out, 1, 1.0))
@@ -61,7 +61,7 @@ def test_equations_12_to_15_agree(b, r_in, r_out, n_prefill, n_decode):
     assert ce(M8, b, r_in, r_out, prefill_side, decode_side) == pytest.approx(by_throughput, rel=1e-9)
 
 
-def test_the_direction_of_a_combo_matters():
+def test_cauchy_cost_efficiency_depends_on_the_combo_direction():
     h800, h20 = ComboSide(H800, 1, 2.69), ComboSide(H20, 1, 1.5)
     assert ce(M8, 32, 1000, 250, h800, h20) > ce(M8, 32, 1000, 250, h20, h800)
 
@@ -85,14 +85,14 @@ ATTENTION = FullAttention(32, 8, 128, 128)
         (llama("fp8", 32, 4096, 32, 14336, kv_bits=8.0), "KV of 8"),
     ],
 )
-def test_models_outside_the_equations_are_refused_in_one_line(model, problem):
+def test_models_outside_cauchys_equations_are_refused_in_one_line(model, problem):
     with pytest.raises(InputError, match=problem) as caught:
         CauchyModel.from_model(model)
     assert "dense models" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_bad_values_are_refused():
+def test_invalid_cauchy_values_are_refused():
     with pytest.raises(InputError, match="cauchy: k"):
         CauchyModel(32, 4096, 32, 128, 0, 14336, 128256, 2.0)
     with pytest.raises(InputError, match="price"):

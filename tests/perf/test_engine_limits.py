@@ -27,7 +27,7 @@ TYPES = {node.name: node for node in map(nodes.node_type, ("1xH100", "2xA100-80"
     "model_name", ["Llama-3.1-8B", "Qwen3-32B", "GPT-OSS-20B", "Kimi-Linear-48B-A3B", "DeepSeek-V3"]
 )
 @pytest.mark.parametrize(("node", "tp"), [("1xH100-SXM", 1), ("2xA100-80", 2), ("8xH200", 8), ("1xL4", 1)])
-def test_the_longest_request_is_the_longest_that_fits(model_name: str, node: str, tp: int) -> None:
+def test_longest_request_is_the_longest_that_fits_in_kv_memory(model_name: str, node: str, tp: int) -> None:
     model = models.model(model_name)
     memory = stage_memory(model, TYPES[node], tp)
     layout = single(node, tp, model.layer_count)
@@ -41,7 +41,9 @@ def test_the_longest_request_is_the_longest_that_fits(model_name: str, node: str
 
 
 @given(st.integers(1, 200_000), st.integers(1, 200_000), st.integers(1, 200_000))
-def test_what_is_served_is_between_what_is_needed_and_what_fits(needed: int, wanted: int, fits: int) -> None:
+def test_longest_served_length_is_between_the_needed_and_the_fitting_length(
+    needed: int, wanted: int, fits: int
+) -> None:
     if needed > fits:
         with pytest.raises(CapacityError, match="its longest request has"):
             longest_served(needed, wanted, fits, "template x")
@@ -52,7 +54,7 @@ def test_what_is_served_is_between_what_is_needed_and_what_fits(needed: int, wan
 
 
 @given(st.lists(st.sampled_from(sorted(TYPES)), min_size=1, max_size=4))
-def test_no_stage_has_less_for_kv_than_was_planned_with(names: list[str]) -> None:
+def test_memory_share_gives_every_stage_its_planned_kv_memory(names: list[str]) -> None:
     layout = Layout(tuple(Stage(1, (StageNode(name, 1),)) for name in names))
     share = memory_share(layout, TYPES)
     for name in names:
@@ -61,7 +63,7 @@ def test_no_stage_has_less_for_kv_than_was_planned_with(names: list[str]) -> Non
     assert memory_share(single("1xT4", 1, 1), TYPES) >= share
 
 
-def test_weights_of_stages_add_up_to_the_model() -> None:
+def test_stage_weights_add_up_to_the_model() -> None:
     model = models.model("Qwen3-32B")
     layout = Layout((Stage(40, (StageNode("1xH100-SXM", 1),)), Stage(24, (StageNode("2xA100-80", 2),))))
     stages = stage_weight_bytes(model, layout)

@@ -30,7 +30,7 @@ def decoding_s(timed: RooflineTimer, count: float) -> float:
     return float(timed.step_s(steps(decodes=count, decode_context=count * 2000))[0])
 
 
-def test_spread_experts_take_the_memory_that_sharded_ones_do() -> None:
+def test_expert_parallel_weights_take_the_memory_of_sharded_weights() -> None:
     assert weight_bytes_per_gpu(OSS, 8, ep="tp") == pytest.approx(weight_bytes_per_gpu(OSS, 8))
     experts = (parameters(OSS) - active_parameters(OSS)) / (1 - 4 / 128)  # 4 of 128 experts are active
     held = experts * (OSS.expert_bits / 8)
@@ -39,7 +39,7 @@ def test_spread_experts_take_the_memory_that_sharded_ones_do() -> None:
     assert weight_bytes_per_gpu(OSS, 6, ep="tp") > weight_bytes_per_gpu(OSS, 6), "22 of 128 experts on one"
 
 
-def test_latent_kv_is_not_copied_where_attention_is_data_parallel() -> None:
+def test_latent_kv_is_not_replicated_under_data_parallel_attention() -> None:
     """DeepSeek's latent stands on every tensor-parallel rank; with requests of its own each has another."""
     rooms = {
         ep: max_requests(DEEPSEEK, stage_memory(DEEPSEEK, H200, 8, ep=ep), 8, 4000, ep=ep)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def test_latent_kv_is_not_copied_where_attention_is_data_parallel() -> None:
     assert rooms["dp"] > 4 * rooms["none"]
 
 
-def test_the_busiest_rank_is_what_chance_makes_it() -> None:
+def test_busiest_expert_rank_load_equals_the_simulated_mean() -> None:
     rng = np.random.default_rng(3)
     for ranks in (2, 4, 8):
         for rows in (32, 4000):
@@ -62,7 +62,7 @@ def test_the_busiest_rank_is_what_chance_makes_it() -> None:
     assert float(rows[0] * used[0]) == pytest.approx(4e6 / 8, rel=0.01)
 
 
-def test_attention_on_one_gpu_makes_one_prompt_slower_and_many_answers_faster() -> None:
+def test_data_parallel_attention_is_slower_for_one_prompt_and_faster_for_large_batches() -> None:
     sharded, spread, apart = timer("none"), timer("tp"), timer("dp")
     assert float(prefill_s(apart, 4000)[0]) > float(prefill_s(sharded, 4000)[0])
     assert decoding_s(spread, 1.0) > decoding_s(sharded, 1.0), "one token's experts are on few GPUs"
@@ -72,7 +72,7 @@ def test_attention_on_one_gpu_makes_one_prompt_slower_and_many_answers_faster() 
     assert float(apart.step_s(eight)[0]) < 4 * float(apart.step_s(one)[0]), "eight prompts on eight GPUs"
 
 
-def test_tokens_travel_over_the_node_s_own_links() -> None:
+def test_expert_parallel_tokens_use_the_links_within_the_node() -> None:
     slow = replace(H100, interconnect=replace(H100.interconnect, gb_per_s=H100.interconnect.gb_per_s / 10))
     added = decoding_s(timer("dp", slow), 512.0) - decoding_s(timer("dp"), 512.0)
     mixtures = sum(1 for layer in OSS.layers if hasattr(layer.ffn, "experts"))
@@ -82,7 +82,7 @@ def test_tokens_travel_over_the_node_s_own_links() -> None:
     assert least < added < 3 * least
 
 
-def test_what_cannot_be_spread_is_refused() -> None:
+def test_invalid_expert_parallel_layout_is_refused() -> None:
     with pytest.raises(InputError, match="0 experts"):
         check_tp(LLAMA, H100, 8, "tp")
     with pytest.raises(InputError, match="one has them all"):
@@ -93,7 +93,7 @@ def test_what_cannot_be_spread_is_refused() -> None:
         single("8xH100-SXM", 8, 36, "pp")  # type: ignore[arg-type]
 
 
-def test_nobody_measured_it() -> None:
+def test_expert_parallel_timer_has_assumed_confidence() -> None:
     assert timer("dp").confidence == "assumed"
     assert "expert parallelism" in timer("dp").basis
     assert "expert parallelism" not in timer("none").basis

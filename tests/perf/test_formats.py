@@ -36,7 +36,7 @@ DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).parents[3] / "shared" 
 H100, L40S, A100, V100, B200 = (gpus.gpu(n) for n in ("H100-SXM", "L40S", "A100-80", "V100-16", "B200"))
 
 
-def test_every_format_finds_units_on_every_gpu_of_the_catalog() -> None:
+def test_every_format_has_compute_units_on_every_catalog_gpu() -> None:
     for name in gpus.names():
         for kind in CHOSEN:
             units = units_for(kind, gpus.gpu(name))
@@ -44,7 +44,7 @@ def test_every_format_finds_units_on_every_gpu_of_the_catalog() -> None:
             assert units.flops_per_s >= least * gpus.gpu(name).fp16_tflops * 1e12
 
 
-def test_a_gpu_without_the_units_says_so() -> None:
+def test_gpu_without_units_for_a_format_names_its_fallback() -> None:
     assert "fp16" in units_for("bf16", V100).said
     assert "weights only" in units_for("fp8", A100).said
     assert units_for("fp8", H100).makes_small
@@ -53,17 +53,17 @@ def test_a_gpu_without_the_units_says_so() -> None:
 
 
 @given(st.sampled_from(CHOSEN))
-def test_bits_and_names_agree(kind: str) -> None:
+def test_format_names_agree_with_their_bits(kind: str) -> None:
     named = format_named(kind)
     assert FORMAT_BITS[format_of_bits(FORMAT_BITS[named])] == FORMAT_BITS[named]
 
 
-def test_an_unknown_format_is_refused_with_a_hint() -> None:
+def test_unknown_format_is_refused_with_a_hint() -> None:
     with pytest.raises(InputError, match="fp8"):
         format_named("fp7")
 
 
-def test_fp8_pays_where_matrices_are_large_and_not_where_inputs_cost_more() -> None:
+def test_fp8_is_faster_for_large_matrices_and_slower_for_narrow_ones() -> None:
     """As measured: 1.8 times as fast for 8192 x 8192, slower than bf16 for 1024 x 4096."""
     curves = curves_for(H100, bundled())
     large, narrow = (
@@ -74,7 +74,7 @@ def test_fp8_pays_where_matrices_are_large_and_not_where_inputs_cost_more() -> N
     assert narrow[1] > narrow[0]
 
 
-def test_small_weights_make_decodes_faster_on_any_gpu() -> None:
+def test_smaller_weights_make_decodes_faster() -> None:
     model = models.model("Llama-3.1-8B")
     step = StepBatch(np.zeros((1, 1)), np.zeros((1, 1)), np.array([8.0]), np.array([8.0 * 512]))
     for node in ("H100-SXM", "L40S", "A100-80", "RTX4090"):
@@ -85,7 +85,7 @@ def test_small_weights_make_decodes_faster_on_any_gpu() -> None:
         assert times[0] > times[1] > times[2], node
 
 
-def test_weights_of_4_bits_are_slow_in_batches_without_marlin() -> None:
+def test_int4_weights_are_slow_in_large_batches_without_marlin_kernels() -> None:
     """A T4 has plain kernels alone: alike for few requests, three times as long for 64, and made big for prompts."""
     model = in_format(models.model("Llama-3.1-8B"), "int4")
     for gpu, least, most in (("T4", 2.0, 4.0), ("L4", 1.0, 2.0)):
@@ -104,7 +104,7 @@ def test_weights_of_4_bits_are_slow_in_batches_without_marlin() -> None:
     ranks=st.sampled_from([1, 2, 8]),
     skew=st.sampled_from([EVEN, UNEVEN, 1.2, None]),
 )
-def test_loads_add_up_and_the_busiest_rank_has_most(
+def test_expert_loads_add_up_and_the_busiest_rank_has_most(
     tokens: int, shape: tuple[int, int], ranks: int, skew: float | None
 ) -> None:
     experts, active = shape
@@ -117,7 +117,7 @@ def test_loads_add_up_and_the_busiest_rank_has_most(
         assert result.tiles[tall][0] >= max(used, rows / tall) - 1e-6
 
 
-def test_uneven_routers_cost_more_tiles_and_whole_experts_wait_for_the_busiest() -> None:
+def test_uneven_expert_routing_costs_more_tiles_and_time() -> None:
     even, uneven = (spread(4096.0, 128, 8, 8, skew) for skew in (EVEN, UNEVEN))
     assert uneven.rows[0] > 1.2 * even.rows[0]
     curves = curves_for(H100, bundled())
@@ -126,7 +126,7 @@ def test_uneven_routers_cost_more_tiles_and_whole_experts_wait_for_the_busiest()
     assert float(skewed) > 1.1 * float(fair)
 
 
-def test_what_was_not_measured_on_a_gpu_is_carried_over_by_ratio() -> None:
+def test_unmeasured_format_curves_are_transferred_by_ratio() -> None:
     own, other = curves_for(H100, bundled()), curves_for(gpus.gpu("H200"), bundled())
     assert "gemm:fp8" not in own.carried
     assert "gemm:fp8" in other.carried
@@ -138,7 +138,7 @@ def test_what_was_not_measured_on_a_gpu_is_carried_over_by_ratio() -> None:
 
 
 @pytest.mark.parametrize("name", ["H100-SXM", "H200", "B200", "GB200", "L40S"])
-def test_small_formats_are_read_faster_and_tables_that_are_not_believed_are_not_learnt(name: str) -> None:
+def test_smaller_formats_are_faster_and_implausible_tables_are_not_used(name: str) -> None:
     """Experts per tensor took twice as long as 16 bits on H100; blocks of 8 bits show a launch of 59 to 340 µs."""
     gpu = gpus.gpu(name)
     curves = curves_for(gpu, bundled())
@@ -154,7 +154,7 @@ def test_small_formats_are_read_faster_and_tables_that_are_not_believed_are_not_
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="the public measurements are not on this machine")
-def test_b200_is_predicted_as_it_was_measured() -> None:
+def test_b200_predictions_are_near_its_measurements() -> None:
     curves, rows = curves_for(B200, bundled()), read_formats(DATA)
     assert not (rows["experts:fp8"].gpu == "H100-SXM").any()
     for name in ("experts:fp8", "experts:fp8_block", "experts:nvfp4", "gemm:nvfp4"):
@@ -164,7 +164,7 @@ def test_b200_is_predicted_as_it_was_measured() -> None:
         assert abs(np.median(off)) <= 0.04, name
 
 
-def test_stored_errors_are_within_what_was_promised() -> None:
+def test_stored_format_errors_are_within_their_targets() -> None:
     """Left out: FP8 within 20 %, latent modules within 25 %; calibrated within 8 % and 12 %.
 
     Of experts the A100's, left out, are 25 % off: a kernel of its own (docs/accuracy.md). Of B200, left out, experts
@@ -184,7 +184,7 @@ def test_stored_errors_are_within_what_was_promised() -> None:
     assert result["calibrated", "latent module", "B200"] <= 0.12
 
 
-def test_windowed_attention_has_its_own_figures_only_where_it_was_measured() -> None:
+def test_windowed_attention_has_its_own_curve_only_where_measured() -> None:
     new, cached = np.array([[4096.0]]), np.array([[0.0]])
     shape, plain = (64.0, 8.0, 64.0, 64.0), (np.array([4096.0]), 64.0, 0.5)
     own, other = curves_for(H100, bundled()), curves_for(gpus.gpu("A100-80"), bundled())
@@ -201,7 +201,7 @@ def test_windowed_attention_has_its_own_figures_only_where_it_was_measured() -> 
     assert float(windowed_prefill_s(new, cached, shape, 128.0, plain, bare)[0]) < 0.5 * float(whole[0])
 
 
-def test_products_that_nobody_measured_are_assumed() -> None:
+def test_unmeasured_format_products_have_assumed_confidence() -> None:
     """int8 everywhere, FP8 without units for it; FP8 on an H100 was measured."""
     model, a100, h100 = models.model("Llama-3.1-8B"), nodes.node_type("1xA100-80"), nodes.node_type("1xH100")
     result = {
@@ -224,34 +224,34 @@ features = st.floats(1e-3, 1e9)
 
 @pytest.mark.parametrize(("i", "x"), enumerate(SURFACE.x))
 @pytest.mark.parametrize(("j", "y"), enumerate(SURFACE.y))
-def test_knots_give_their_own_value(i: int, x: float, j: int, y: float) -> None:
+def test_residual_surface_returns_its_value_at_a_knot(i: int, x: float, j: int, y: float) -> None:
     assert SURFACE.factor(2**x, 2**y) == pytest.approx(np.exp(SURFACE.log_factor[i][j]))
 
 
-def test_between_knots_the_logarithm_is_bilinear() -> None:
+def test_residual_surface_is_bilinear_in_the_logarithm_between_knots() -> None:
     assert SURFACE.factor(2**1.25, 2**2.5) == pytest.approx(np.exp((0.0 + 0.3 - 0.2 + 0.1) / 4))
     assert SURFACE.factor(2**3.0, 2**1.0) == pytest.approx(np.exp((-0.2 * 4 + 0.5) / 5))
 
 
 @given(features, features, st.floats(0.1, 100.0))
-def test_factors_stay_within_the_grid(x: float, y: float, z: float) -> None:
+def test_residual_factor_stays_within_the_values_of_the_grid(x: float, y: float, z: float) -> None:
     """Outside, the nearest edge holds: a factor is never more extreme than any knot."""
     factor = float(SURFACE.factor(x, y, z)) / 2 ** (0.05 * np.log2(z) / np.log(2))
     assert np.exp(-0.4) - 1e-9 <= factor <= np.exp(0.5) + 1e-9
 
 
 @given(features, features)
-def test_beyond_the_grid_the_edge_holds(x: float, y: float) -> None:
+def test_residual_surface_is_constant_beyond_its_grid(x: float, y: float) -> None:
     inside = SURFACE.factor(np.clip(x, 1.0, 32.0), np.clip(y, 2.0, 16.0))
     assert SURFACE.factor(x, y) == pytest.approx(inside)
 
 
-def test_no_feature_at_all_is_the_low_edge() -> None:
+def test_residual_surface_at_feature_zero_is_its_lower_edge() -> None:
     """Measurements of a batch without chunks or decodes ask for feature 0; their time is 0 whatever the factor."""
     assert SURFACE.factor(0.0, 0.0) == pytest.approx(1.0)
 
 
-def test_arrays_give_arrays() -> None:
+def test_residual_surface_broadcasts_arrays() -> None:
     x, y = np.array([1.0, 4.0, 32.0]), np.array([2.0, 16.0, 2.0])
     assert SURFACE.factor(x, y) == pytest.approx(
         [float(SURFACE.factor(a, b)) for a, b in zip(x, y, strict=True)]
@@ -268,7 +268,7 @@ def truth(x: Floats, y: Floats, z: Floats) -> Floats:
     return 0.1 * np.sin(np.log2(x) / 3) + 0.02 * np.log2(y) + 0.03 * np.log2(z)
 
 
-def test_a_fit_finds_the_surface_behind_noise() -> None:
+def test_residual_fit_recovers_the_surface_behind_noise() -> None:
     x, y, z = points(4000, 1)
     noise = np.random.default_rng(2).normal(0, 0.02, len(x))
     result = fit_residual(x, y, z, truth(x, y, z) + noise)
@@ -277,7 +277,7 @@ def test_a_fit_finds_the_surface_behind_noise() -> None:
     assert result.z_power == pytest.approx(0.03, abs=0.005)
 
 
-def test_far_off_rows_lose_their_weight() -> None:
+def test_residual_fit_is_robust_to_outliers() -> None:
     """A tenth of the rows ten times too slow would move a least-squares fit by about 0.23 everywhere."""
     x, y, z = points(4000, 4)
     measured = truth(x, y, z) + np.random.default_rng(5).normal(0, 0.02, len(x))
@@ -287,7 +287,7 @@ def test_far_off_rows_lose_their_weight() -> None:
     assert np.median(np.abs(np.log(result.factor(*fresh)) - truth(*fresh))) < 0.03
 
 
-def test_where_nothing_was_measured_a_fit_says_little() -> None:
+def test_residual_fit_stays_near_zero_where_nothing_was_measured() -> None:
     """The penalty draws knots without rows to their neighbours and to 0, never beyond what was seen."""
     x, y, z = points(300, 7)
     result = fit_residual(x, y, z, np.full(len(x), 0.4))
@@ -295,12 +295,12 @@ def test_where_nothing_was_measured_a_fit_says_little() -> None:
     assert np.asarray(result.log_factor).min() >= 0.0
 
 
-def test_a_single_feature_value_is_no_division_by_zero() -> None:
+def test_residual_fit_accepts_a_single_feature_value() -> None:
     y = np.geomspace(1, 1000, 50)
     result = fit_residual(np.full(50, 8.0), y, np.ones(50), np.full(50, 0.2))
     assert result.factor(8.0, 30.0) == pytest.approx(np.exp(0.2), rel=0.05)
 
 
-def test_a_surface_survives_its_file() -> None:
+def test_residual_surface_survives_its_file() -> None:
     text = dumps(SURFACE, format_name="t", version=1)
     assert loads(Residual, text, format_name="t", version=1) == SURFACE

@@ -40,7 +40,7 @@ TABLE_1 = {
 
 
 @pytest.mark.parametrize("name", TABLE_1)
-def test_kv_of_prfaas_table_1(name: str) -> None:
+def test_kv_bytes_equal_prfaas_table_1(name: str) -> None:
     model = models.model(name)
     growing, windows, fixed = TABLE_1[name]
     assert memory.kv_bytes_per_token(model) == growing
@@ -51,7 +51,7 @@ def test_kv_of_prfaas_table_1(name: str) -> None:
         assert memory.kv_bytes(model, tokens) == growing * tokens + window + fixed
 
 
-def test_prfaas_model_is_a_fixed_state_and_bytes_per_token() -> None:
+def test_prfaas_model_has_a_fixed_state_and_constant_bytes_per_token() -> None:
     model = models.model("prfaas-1t-hybrid")
     # 42 KDA layers of 64 heads: 64 x 128 x 128 x 4 B and 3 past inputs of 3 x 64 x 128 channels x 2 B.
     assert memory.state_bytes(model) == 42 * (4_194_304 + 147_456)
@@ -61,7 +61,7 @@ def test_prfaas_model_is_a_fixed_state_and_bytes_per_token() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1024, 8192, 32768, 131072])
-def test_prfaas_table_5(tokens: int) -> None:
+def test_kv_sizes_equal_prfaas_table_5(tokens: int) -> None:
     published = models.published("prfaas-1t-hybrid")
     size_mib = memory.kv_bytes(models.model("prfaas-1t-hybrid"), tokens) / MIB
     assert size_mib == pytest.approx(published["kv_mib"][str(tokens)], rel=0.02)
@@ -72,7 +72,7 @@ def test_prfaas_table_5(tokens: int) -> None:
     assert gbps == pytest.approx(published["kv_gbps"][str(tokens)], rel=0.02)
 
 
-def test_ring_savings_claimed_by_prfaas() -> None:
+def test_ring_kv_savings_equal_the_prfaas_claims() -> None:
     """MLA about 4.5x over GQA, 7:1 about 8x, together about 36x.
 
     One latent holds 512 + 64 elements a token. Grouped heads hold kv_heads x (128 + 128), so 8 KV heads
@@ -102,12 +102,12 @@ def test_ring_savings_claimed_by_prfaas() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-OSS-20B", "GPT-OSS-120B"])
-def test_mixed_widths_equal_the_released_checkpoint(name: str) -> None:
+def test_mixed_precision_weight_bytes_equal_the_released_checkpoint(name: str) -> None:
     """MXFP4 experts, everything else in 16 bits: the byte count of the released weight files."""
     assert memory.weight_bytes(models.model(name)) == models.published(name)["checkpoint_bytes"]
 
 
-def test_totals_agree_with_what_is_published() -> None:
+def test_parameter_totals_agree_with_published_figures() -> None:
     for name in models.names():
         published, model = models.published(name), models.model(name)
         if "parameters" in published:
@@ -119,7 +119,7 @@ def test_totals_agree_with_what_is_published() -> None:
     assert memory.active_parameters(models.model("Kimi-Linear"), range(27)) == pytest.approx(3e9, rel=0.1)
 
 
-def test_eight_bit_models_keep_their_tables_in_sixteen() -> None:
+def test_fp8_models_keep_embedding_tables_in_16_bits() -> None:
     model = models.model("DeepSeek-V3")
     table = 129280 * 7168
     assert memory.embedding_bytes(model) == 2 * table
@@ -132,7 +132,7 @@ def test_eight_bit_models_keep_their_tables_in_sixteen() -> None:
 
 
 @pytest.mark.parametrize("name", models.names())
-def test_layers_add_up(name: str) -> None:
+def test_memory_of_layers_adds_up_to_the_model(name: str) -> None:
     model = models.model(name)
     count = model.layer_count
     item = range(count)
@@ -152,7 +152,9 @@ def test_layers_add_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama-3-70B", "GPT-OSS-20B", "Qwen3.5-397B", "Kimi-Linear", "DeepSeek-V3"])
 @given(tokens=st.lists(st.integers(0, 300_000), min_size=1, max_size=5), tp=st.sampled_from([1, 2, 4, 8, 16]))
-def test_arrays_and_ranks(name: str, tokens: list[int], tp: int) -> None:
+def test_kv_bytes_per_gpu_of_an_array_equal_single_values_and_are_bounded(
+    name: str, tokens: list[int], tp: int
+) -> None:
     model = models.model(name)
     array = memory.kv_bytes_per_gpu(model, tokens, tp)
     assert array.shape == (len(tokens),)
@@ -168,7 +170,7 @@ def test_arrays_and_ranks(name: str, tokens: list[int], tp: int) -> None:
     assert memory.weight_bytes_per_gpu(model, tp) <= memory.weight_bytes(model)
 
 
-def test_kv_heads_copy_beyond_their_number_and_latents_always() -> None:
+def test_kv_heads_are_replicated_beyond_their_number_and_latents_on_every_rank() -> None:
     qwen = models.model("Qwen2-7B")  # 4 KV heads
     per_rank = [memory.kv_bytes_per_gpu(qwen, 100, tp) for tp in (1, 2, 4, 8)]
     assert per_rank[0] == 2 * per_rank[1] == 4 * per_rank[2]
@@ -183,13 +185,13 @@ def test_kv_heads_copy_beyond_their_number_and_latents_always() -> None:
     assert memory.weight_bytes_per_gpu(qwen, 8, range(1)) == rest / 8 + kv / 4 + norms
 
 
-def test_an_empty_request_holds_nothing() -> None:
+def test_empty_request_has_no_kv_bytes() -> None:
     for name in models.names():
         assert memory.kv_bytes(models.model(name), 0) == 0
     assert memory.kv_bytes(models.model("Qwen3.5-397B"), np.array([0, 1]))[0] == 0
 
 
-def test_states_shard_by_heads() -> None:
+def test_linear_states_are_sharded_by_heads() -> None:
     model = models.model("Qwen3.5-397B")
     attention = model.layers[0].attention
     assert isinstance(attention, LinearAttention)
@@ -199,7 +201,7 @@ def test_states_shard_by_heads() -> None:
     assert whole == 8 * eighth
 
 
-def test_bad_arguments() -> None:
+def test_invalid_layer_ranges_are_refused() -> None:
     model = models.model("Llama-3.1-8B")
     for layers in (range(33), range(0, 8, 2), range(-1, 3)):
         with pytest.raises(InputError, match="layers"):
@@ -213,7 +215,7 @@ LLAMA, BIG = models.model("Llama-3.1-8B"), models.model("Llama-3-70B")
 H100, FOUR = nodes.node_type("H100-SXM"), nodes.node_type("4xH100-SXM")
 
 
-def test_llama_on_an_h100_by_hand() -> None:
+def test_stage_memory_of_llama_on_an_h100_equals_a_hand_count() -> None:
     """80 GB, nine tenths usable, 16.06 GB of weights, and 8,192 tokens of activations in 16 bits."""
     memory = stage_memory(LLAMA, H100, 1)
     assert memory.usable_bytes == pytest.approx(72e9)
@@ -230,7 +232,7 @@ def test_llama_on_an_h100_by_hand() -> None:
     st.integers(1, 60_000),
     st.floats(0.0, 5e9),
 )
-def test_counting_one_by_one(name: str, tokens: int, room: float) -> None:
+def test_max_requests_equals_a_count_one_by_one(name: str, tokens: int, room: float) -> None:
     model = models.model(name)
     item, count = kv_bytes(model, tokens), 0
     memory = StageMemory(room, 0.0, 0.0)
@@ -240,22 +242,22 @@ def test_counting_one_by_one(name: str, tokens: int, room: float) -> None:
     assert min(got, 5000) in (count, count - 1 if count * item > room * (1 - 1e-12) else count)
 
 
-def test_no_room_is_no_request_and_never_negative() -> None:
+def test_max_requests_without_room_is_zero() -> None:
     assert max_requests(LLAMA, StageMemory(10e9, 16e9, 1e9), 1, 100) == 0
     assert max_requests(LLAMA, StageMemory(17e9, 16e9, 1e9 - 1), 1, 100) == 0
 
 
-def test_what_keeps_nothing_is_not_limited_by_memory() -> None:
+def test_requests_without_kv_are_not_limited_by_memory() -> None:
     assert max_requests(LLAMA, StageMemory(20e9, 16e9, 1e9), 1, 0) > 1e6
 
 
 @given(st.integers(1, 100_000), st.integers(1, 1000))
-def test_longer_requests_never_fit_better(tokens: int, extra: int) -> None:
+def test_longer_requests_never_fit_in_greater_number(tokens: int, extra: int) -> None:
     memory = stage_memory(LLAMA, H100, 1)
     assert max_requests(LLAMA, memory, 1, tokens + extra) <= max_requests(LLAMA, memory, 1, tokens)
 
 
-def test_more_ranks_leave_more_room_on_each() -> None:
+def test_more_ranks_leave_more_kv_memory_on_each_gpu() -> None:
     memories = [stage_memory(BIG, FOUR, tp) for tp in (1, 2, 4)]
     weights = [memory.weight_bytes for memory in memories]
     assert weights[0] > 1.9 * weights[1] > 3.6 * weights[2]
@@ -263,7 +265,7 @@ def test_more_ranks_leave_more_room_on_each() -> None:
     assert max_requests(BIG, memories[2], 4, 2000) > max_requests(BIG, memories[1], 2, 2000) >= 0
 
 
-def test_it_does_not_fit_and_says_by_how_much() -> None:
+def test_model_that_does_not_fit_is_refused_with_the_missing_memory() -> None:
     memory = stage_memory(BIG, H100, 1)
     with pytest.raises(CapacityError) as caught:
         require_fit(BIG, memory, H100, 1)
@@ -276,7 +278,7 @@ def test_it_does_not_fit_and_says_by_how_much() -> None:
 
 
 @pytest.mark.parametrize("cuts", [(1,), (40,), (20, 41, 60), (79,)])
-def test_the_stages_of_a_pipeline_hold_the_model_once(cuts: tuple[int, ...]) -> None:
+def test_pipeline_stages_hold_each_weight_once(cuts: tuple[int, ...]) -> None:
     """Embedding on the first, head on the last, nothing twice."""
     edges = (0, *cuts, BIG.layer_count)
     stages = [range(a, b) for a, b in pairwise(edges)]
@@ -286,7 +288,7 @@ def test_the_stages_of_a_pipeline_hold_the_model_once(cuts: tuple[int, ...]) -> 
     assert held[-1] == pytest.approx(weight_bytes(BIG, stages[-1]) + head_bytes(BIG))
 
 
-def test_tied_tables_stand_on_both_ends() -> None:
+def test_tied_embeddings_are_counted_on_first_and_last_stage() -> None:
     layer = Layer(FullAttention(8, 2, 64, 64), DenseFfn(2048))
     model = Model("tied", 512, 50_000, (layer,) * 4, 4096, tied_embeddings=True)
     first, last = (stage_memory(model, H100, 1, layers).weight_bytes for layers in (range(2), range(2, 4)))
@@ -294,13 +296,13 @@ def test_tied_tables_stand_on_both_ends() -> None:
     assert stage_memory(model, H100, 1).weight_bytes == pytest.approx(weight_bytes(model))
 
 
-def test_a_stage_needs_room_for_its_own_layers_only() -> None:
+def test_stage_kv_memory_counts_only_its_own_layers() -> None:
     memory = StageMemory(40e9, 0.0, 0.0)
     whole, half = max_requests(BIG, memory, 1, 1000), max_requests(BIG, memory, 1, 1000, range(40))
     assert half in (2 * whole, 2 * whole + 1)
 
 
-def test_a_state_counts_however_short_the_request() -> None:
+def test_linear_state_size_does_not_depend_on_request_length() -> None:
     linear = Layer(LinearAttention("gated_delta", 16, 32, 128, 128), DenseFfn(2048))
     model = Model("states", 1024, 32_000, (linear,) * 4, 1 << 20)
     memory = StageMemory(1e9, 0.0, 0.0)

@@ -48,14 +48,14 @@ def prefill(new: object, cached: object, window: float | None = None, curve: Pre
 
 
 @given(sizes, sizes, sizes, copies)
-def test_a_product_is_never_faster_than_the_hardware(m: int, n: int, k: int, many: int) -> None:
+def test_gemm_is_never_faster_than_the_hardware(m: int, n: int, k: int, many: int) -> None:
     time = gemm(m, n, k, copies=many)
     assert time >= 2.0 * m * n * k * many / 3e14
     assert time >= 2.0 * many * (n * k + m * k + m * n) / 2e12
 
 
 @given(sizes, sizes, sizes)
-def test_an_ideal_product_is_the_plain_roofline(m: int, n: int, k: int) -> None:
+def test_ideal_gemm_equals_the_plain_roofline(m: int, n: int, k: int) -> None:
     """Tiles of whole waves and sharp corners: at most 2^(1/8) above the larger of the two."""
     rows, cols = 1280 * ceil(m / 1280), 2560 * ceil(n / 2560)  # 100 tiles of 128x256
     time = float(gemm_s(rows, cols, k, CHIP, IDEAL_GEMM))
@@ -64,20 +64,20 @@ def test_an_ideal_product_is_the_plain_roofline(m: int, n: int, k: int) -> None:
 
 
 @given(sizes, sizes, sizes, st.sampled_from("mnk"), st.integers(1, 5000))
-def test_more_work_is_never_faster(m: int, n: int, k: int, which: str, extra: int) -> None:
+def test_larger_gemm_is_never_faster(m: int, n: int, k: int, which: str, extra: int) -> None:
     """For one tile shape waves only grow; the best of several growing times grows as well."""
     larger = {"m": (m + extra, n, k), "n": (m, n + extra, k), "k": (m, n, k + extra)}[which]
     assert gemm(*larger) >= gemm(m, n, k) * (1 - 1e-9)
 
 
 @given(sizes, sizes, sizes)
-def test_a_faster_chip_is_never_slower(m: int, n: int, k: int) -> None:
+def test_gemm_on_a_faster_chip_is_never_slower(m: int, n: int, k: int) -> None:
     base = gemm(m, n, k)
     assert gemm_s(m, n, k, replace(CHIP, bytes_per_s=4e12), GEMM) <= base
     assert gemm_s(m, n, k, replace(CHIP, flops_per_s=6e14), GEMM) <= base
 
 
-def test_one_tile_more_than_a_wave_costs_a_wave() -> None:
+def test_gemm_with_one_tile_beyond_a_wave_costs_a_further_wave() -> None:
     """With one tile size and no splits that help, 100 tiles fill the SMs and the 101st starts a new wave."""
     one_shape = replace(GEMM, tile_share=(1e-6, 1e-6, 1e-6, 1.0), extra_depth=0.0, fixed_s=0.0, p=50.0)
     deep = 1 << 17  # compute must dominate, and a split along k would move too many partial sums
@@ -89,19 +89,19 @@ def test_one_tile_more_than_a_wave_costs_a_wave() -> None:
     assert float(gemm_s(1280, 5120, deep, CHIP, one_shape)) == pytest.approx(2 * full, rel=1e-3)
 
 
-def test_few_tiles_leave_most_of_the_chip_idle() -> None:
+def test_gemm_with_few_tiles_leaves_most_of_the_chip_idle() -> None:
     """A 128 x 128 product makes 16 blocks at most (64 x 64, split in four): 84 of 100 SMs have nothing."""
     small, large = gemm(128, 128, 65536) - 3e-6, gemm(8192, 8192, 65536) - 3e-6
     assert small / (128 * 128) > 5 * large / (8192 * 8192)
 
 
 @given(st.integers(1, 64), st.integers(64, 4096), st.integers(64, 4096), copies)
-def test_copies_cost_at_most_as_much_as_separate_launches(m: int, n: int, k: int, many: int) -> None:
+def test_batched_gemm_costs_at_most_as_much_as_separate_launches(m: int, n: int, k: int, many: int) -> None:
     together, alone = gemm(m, n, k, copies=many), gemm(m, n, k)
     assert alone <= together <= alone * many * (1 + 1e-9)
 
 
-def test_narrow_weights_are_read_faster() -> None:
+def test_gemm_with_narrow_weights_is_faster() -> None:
     """Bound by its weights, a product gains what they shrink by, until its padded tiles take as long."""
     fast = replace(CHIP, flops_per_s=3e15)
     times = [float(gemm_s(1, 8192, 8192, fast, GEMM, weight_bytes=w)) - 3e-6 for w in (2.0, 0.5)]
@@ -110,7 +110,7 @@ def test_narrow_weights_are_read_faster() -> None:
 
 
 @given(sizes, sizes, st.integers(0, 3))
-def test_warm_weights_only_help(n: int, k: int, share: int) -> None:
+def test_gemm_with_warm_weights_is_never_slower(n: int, k: int, share: int) -> None:
     cold, warm = gemm(1, n, k), gemm(1, n, k, warm_share=share)
     assert warm <= cold * (1 + 1e-12)
     assert warm - 3e-6 >= (cold - 3e-6) / L2_SPEEDUP * (1 - 1e-9)
@@ -118,7 +118,7 @@ def test_warm_weights_only_help(n: int, k: int, share: int) -> None:
         assert warm == pytest.approx(cold, rel=1e-6)
 
 
-def test_arguments_broadcast() -> None:
+def test_gemm_arguments_broadcast() -> None:
     m, n = np.array([[1.0], [512.0]]), np.array([128.0, 4096.0, 14336.0])
     table = gemm_s(m, n, 4096, CHIP, GEMM)
     assert table.shape == (2, 3)
@@ -126,7 +126,7 @@ def test_arguments_broadcast() -> None:
 
 
 @given(st.integers(1, 700), st.integers(0, 700), st.integers(1, 600), st.sampled_from([16, 64, 128]))
-def test_a_tile_goes_over_all_that_its_rows_see(new: int, cached: int, window: int, tile: int) -> None:
+def test_attention_tile_spans_the_keys_of_all_its_rows(new: int, cached: int, window: int, tile: int) -> None:
     """Against a count of every tile's keys; where the last tile is not full, within what it lacks."""
     tiles = ceil(new / tile)
     spans = [
@@ -141,7 +141,7 @@ def test_a_tile_goes_over_all_that_its_rows_see(new: int, cached: int, window: i
 @given(lengths, lengths, st.none() | windows)
 @example(5, 0, 3)
 @example(1, 10, 10)
-def test_mean_keys_is_the_mean_of_what_each_token_sees(new: int, cached: int, window: int | None) -> None:
+def test_mean_keys_equals_the_mean_over_tokens(new: int, cached: int, window: int | None) -> None:
     if new == 0:
         return
     seen = np.arange(cached + 1, cached + new + 1)
@@ -151,7 +151,9 @@ def test_mean_keys_is_the_mean_of_what_each_token_sees(new: int, cached: int, wi
 
 
 @given(st.integers(1, 4000), lengths, st.none() | windows)
-def test_prefill_work_is_the_enumerated_pairs(new: int, cached: int, window: int | None) -> None:
+def test_prefill_attention_work_equals_enumerated_query_key_pairs(
+    new: int, cached: int, window: int | None
+) -> None:
     """On an ideal chip of one SM every tile of 128 queries meets its keys and half a tile of masked ones."""
     chip = replace(CHIP, sm_count=1.0, bytes_per_s=1e30)
     got = float(prefill_attention_s(new, cached, 32, 8, 128, 128, chip, IDEAL_PREFILL, window=window))
@@ -168,7 +170,7 @@ def test_prefill_work_is_the_enumerated_pairs(new: int, cached: int, window: int
 
 
 @given(st.integers(1, 4000), lengths, st.integers(1, 4000), lengths)
-def test_two_chunks_cost_between_the_larger_and_the_sum(a: int, ca: int, b: int, cb: int) -> None:
+def test_two_chunks_cost_between_the_larger_one_and_their_sum(a: int, ca: int, b: int, cb: int) -> None:
     """Up to one wave more: tiles that are alike end together, unlike ones do not, and a launch mixes both."""
     first, second, both = prefill(a, ca), prefill(b, cb), prefill([a, b], [ca, cb])
     assert both >= max(first, second) * (1 - 1e-9) - wave_s(max(ca + a, cb + b))
@@ -182,13 +184,13 @@ def wave_s(keys: float) -> float:
 
 
 @given(st.integers(1, 4000), lengths, windows)
-def test_a_window_costs_no_more_than_full_attention(new: int, cached: int, window: int) -> None:
+def test_windowed_prefill_costs_no_more_than_full_attention(new: int, cached: int, window: int) -> None:
     full = prefill(new, cached)
     # Windowed tiles are more alike, so at worst their last wave is not shared.
     assert prefill(new, cached, window) <= full * (1 + 1e-9) + wave_s(min(cached + new, window))
 
 
-def test_a_window_forgets_a_long_context() -> None:
+def test_windowed_prefill_does_not_depend_on_a_longer_context() -> None:
     """512 new tokens with a window of 128 neither compute over nor read what lies further back."""
     assert prefill(512, 100_000, 128) == pytest.approx(prefill(512, 128, 128), rel=1e-9)
     assert prefill(512, 100_000) > 5 * prefill(512, 100_000, 128)
@@ -201,7 +203,9 @@ def test_unused_chunks_cost_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 3000), lengths), min_size=2, max_size=5), st.randoms())
-def test_the_order_of_chunks_is_irrelevant(chunks: list[tuple[int, int]], random: object) -> None:
+def test_prefill_time_does_not_depend_on_the_order_of_chunks(
+    chunks: list[tuple[int, int]], random: object
+) -> None:
     shuffled = list(chunks)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     first, second = zip(*chunks, strict=True), zip(*shuffled, strict=True)
@@ -209,17 +213,17 @@ def test_the_order_of_chunks_is_irrelevant(chunks: list[tuple[int, int]], random
 
 
 @given(st.integers(1, 3000), lengths, st.integers(1, 3000))
-def test_longer_context_is_never_faster(new: int, cached: int, extra: int) -> None:
+def test_prefill_with_longer_context_is_never_faster(new: int, cached: int, extra: int) -> None:
     """Alike tiles behind a longer context may lose the sharing of one wave, never gain it."""
     assert prefill(new, cached + extra) >= prefill(new, cached) * (1 - 1e-9)
 
 
-def test_older_kernels_pay_for_the_masked_half() -> None:
+def test_kernels_without_causal_skipping_compute_the_masked_half() -> None:
     assert prefill(4096, 0, curve=replace(PREFILL, diagonal=2.0)) > 1.7 * prefill(4096, 0)
 
 
 @given(st.integers(1, 512), st.integers(1, 8000))
-def test_decode_is_never_faster_than_reading_its_cache(requests: int, context: int) -> None:
+def test_decode_attention_is_never_faster_than_reading_its_cache(requests: int, context: int) -> None:
     moved = requests * context * 4096.0
     time = float(decode_attention_s(requests, moved, context, 8, CHIP, DECODE))
     assert time >= moved / (2e12 * 0.8) + 1e-5
@@ -228,7 +232,7 @@ def test_decode_is_never_faster_than_reading_its_cache(requests: int, context: i
     assert twice <= time
 
 
-def test_a_warm_cache_is_read_at_the_speed_of_l2() -> None:
+def test_warm_kv_cache_is_read_at_l2_speed() -> None:
     """1 MB in an L2 of 40 MB, then 400 MB that cannot stay there."""
     curve = replace(DECODE, block_s=0.0, fixed_s=0.0)
     for moved, speedup in ((1e6, L2_SPEEDUP), (4e8, 1.0)):
@@ -237,7 +241,7 @@ def test_a_warm_cache_is_read_at_the_speed_of_l2() -> None:
         assert warm == pytest.approx(cold / speedup, rel=1e-6)
 
 
-def test_decode_without_requests_costs_nothing() -> None:
+def test_decode_attention_without_requests_costs_nothing() -> None:
     got = decode_attention_s([0.0, 1.0], [0.0, 4096.0 * 100], [0.0, 100.0], 8, CHIP, DECODE)
     assert got[0] == 0.0
     assert got[1] > 1e-5
@@ -251,12 +255,12 @@ def test_many_heads_on_one_latent_make_decode_compute_bound() -> None:
     assert latent > plain
 
 
-def test_split_contexts_pay_for_their_merge() -> None:
+def test_split_decode_context_adds_the_merge_time() -> None:
     short, long = (float(decode_attention_s(1, 0.0, c, 8, CHIP, DECODE)) for c in (128, 256))
     assert long - short == pytest.approx(5e-6)
 
 
-def test_streams_add_launches_and_bytes() -> None:
+def test_stream_time_is_launches_plus_bytes() -> None:
     curve = StreamCurve(0.5, 2e-6)
     assert stream_s(1e9, 5, CHIP, curve) == pytest.approx(1e9 / 1e12 + 1e-5)
     assert stream_s([0.0, 1e6], [0.0, 1.0], CHIP, curve) == pytest.approx([0.0, 3e-6])

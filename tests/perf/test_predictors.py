@@ -65,7 +65,7 @@ def line_of(timer, lengths=LENGTHS, weights=None):
     )
 
 
-def test_partial_prefill_of_the_closed_form_is_nearly_a_line():
+def test_partial_prefill_of_the_closed_form_is_nearly_linear():
     """Paper, measured on an A30: R^2 0.993, mean error 7.4 %. The closed form bends more, having no floor."""
     predictor = line_of(A30)
     assert predictor.r2 == pytest.approx(0.9969, abs=5e-4)
@@ -76,7 +76,7 @@ def test_partial_prefill_of_the_closed_form_is_nearly_a_line():
     assert line_of(A30, weights="relative").mape < predictor.mape
 
 
-def test_chunked_iterations_of_the_closed_form_are_nearly_a_plane():
+def test_chunked_iterations_of_the_closed_form_are_nearly_planar():
     """Paper, measured on an A100 at 512 tokens: R^2 0.990, mean error 0.8 %.
 
     What is left is that more decodes leave a smaller chunk; with one number of decodes nothing is.
@@ -96,7 +96,7 @@ def test_chunked_iterations_of_the_closed_form_are_nearly_a_plane():
     assert same.k_ctxd == pytest.approx(131072.0 / 2039e9)
 
 
-def test_a_line_and_a_plane_are_recovered():
+def test_predictor_fits_recover_a_line_and_a_plane():
     lengths = np.arange(1, 20) * 100.0
     line = PartialPrefillPredictor.fit(np.column_stack([lengths, 2e-4 * lengths + 0.01]))
     assert (line.k_p, line.b_p) == pytest.approx((2e-4, 0.01))
@@ -117,13 +117,13 @@ def test_a_line_and_a_plane_are_recovered():
         (lambda: ChunkedIterationPredictor.fit([[1.0, 2.0]]), "rows of prefill context"),
     ],
 )
-def test_bad_points_are_refused(call, problem):
+def test_predictor_fits_refuse_invalid_points(call, problem):
     with pytest.raises(InputError, match=problem):
         call()
 
 
 @needs_data
-def test_partial_prefill_on_a_measured_a30():
+def test_partial_prefill_fit_on_a_measured_a30_is_as_good_as_published():
     """Qwen2-7B's operators on an A30, added up to whole prefills: as good as the paper's 0.993, 7.4 %."""
     import pandas as pd
 
@@ -153,7 +153,7 @@ def test_partial_prefill_on_a_measured_a30():
 
 
 @needs_data
-def test_chunked_iterations_on_a_measured_rtx_4090():
+def test_chunked_iteration_fit_on_a_measured_rtx_4090_has_the_documented_error():
     """Llama-3.1-8B, 512 new tokens beside decodes. The paper's A100 gave R^2 0.990 and 0.8 %.
 
     Here a plane explains less (R^2 0.89, 2.8 %): in the same kernel many short decodes and few long ones of
@@ -186,7 +186,7 @@ def test_chunked_iterations_on_a_measured_rtx_4090():
 
 @pytest.mark.parametrize("longest", [600, 2048, 8192, 32768])
 @pytest.mark.parametrize("node", ["1xA10", "1xA100", "1xL4"])
-def test_lines_for_the_lengths_in_use_are_near_the_timer_and_never_negative(node: str, longest: int) -> None:
+def test_prefill_line_for_used_lengths_is_near_the_timer_and_nonnegative(node: str, longest: int) -> None:
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type(node), 1)
     line = PartialPrefillPredictor.in_use(timer, longest)
     assert line.b_p >= 0
@@ -197,7 +197,7 @@ def test_lines_for_the_lengths_in_use_are_near_the_timer_and_never_negative(node
     assert np.abs(off).max() < 0.35
 
 
-def test_short_prompts_are_not_free() -> None:
+def test_prefill_line_for_used_lengths_keeps_the_cost_of_short_prompts() -> None:
     """The plain fit puts 128 tokens on an A10 at 0.3 ms, where the timer says 46."""
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xA10"), 1)
     real_s = float(timer.step_s(steps(chunk_new=128.0))[0])
@@ -208,7 +208,7 @@ def test_short_prompts_are_not_free() -> None:
 
 
 @pytest.mark.parametrize("budget", [2, 40, 512, 2048])
-def test_planes_for_the_lengths_in_use_hold_for_any_budget(budget: int) -> None:
+def test_iteration_plane_for_used_lengths_holds_for_any_token_budget(budget: int) -> None:
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xA100"), 1)
     plane = ChunkedIterationPredictor.in_use(timer, budget, 4096)
     assert min(plane.k_ctxp, plane.k_ctxd, plane.b_c) >= 0
@@ -217,7 +217,7 @@ def test_planes_for_the_lengths_in_use_hold_for_any_budget(budget: int) -> None:
     assert plane.k_ctxp * 1000 + plane.k_ctxd * decodes * 1000 + plane.b_c == pytest.approx(seen, rel=0.15)
 
 
-def test_a_curve_follows_long_prompts_that_a_line_cannot():
+def test_prefill_curve_follows_long_prompts_where_a_line_does_not():
     """Attention is quadratic: over 128K tokens the best line is off by a third, the curve by a few percent."""
     lengths = np.linspace(2048, 131072, 64).round()
     for timer in (A30, A100):
@@ -234,7 +234,7 @@ def test_a_curve_follows_long_prompts_that_a_line_cannot():
 X = np.linspace(1, 100, 50)
 
 
-def test_a_plane_is_recovered_with_its_report():
+def test_linear_fit_recovers_a_plane_and_reports_its_quality():
     z = np.sin(X)
     fit = linear_fit({"x": X, "z": z}, 3 * X - 2 * z + 7)
     assert fit.coefficients == pytest.approx({"x": 3, "z": -2})
@@ -243,7 +243,7 @@ def test_a_plane_is_recovered_with_its_report():
     assert fit.mape == pytest.approx(0, abs=1e-12)
 
 
-def test_relative_weights_mind_small_values():
+def test_relative_weights_lower_the_relative_error():
     """A parabola fitted by a line: per cents are better off with relative weights, squares without."""
     y = X + 0.05 * X**2
     plain, relative = linear_fit({"x": X}, y), linear_fit({"x": X}, y, "relative")
@@ -251,7 +251,7 @@ def test_relative_weights_mind_small_values():
     assert relative.r2 < plain.r2
 
 
-def test_nonnegative_holds_a_cost_at_zero():
+def test_nonnegative_fit_holds_a_coefficient_at_zero():
     y = 5 * X - 100.0
     assert linear_fit({"x": X}, y).intercept == pytest.approx(-100)
     held = linear_fit({"x": X}, y, nonnegative=True)
@@ -261,7 +261,7 @@ def test_nonnegative_holds_a_cost_at_zero():
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 25))
-def test_nnls_is_as_good_as_scipys(seed, count, extra):
+def test_nnls_residual_equals_that_of_scipy(seed, count, extra):
     rng = np.random.default_rng(seed)
     a, b = rng.normal(size=(count + extra, count)), rng.normal(size=count + extra)
     x, (_, norm) = nnls(a, b), scipy_nnls(a, b)
@@ -269,7 +269,7 @@ def test_nnls_is_as_good_as_scipys(seed, count, extra):
     assert np.linalg.norm(a @ x - b) == pytest.approx(norm, rel=1e-7, abs=1e-9)
 
 
-def test_nnls_bears_repeated_and_empty_columns():
+def test_nnls_accepts_repeated_and_empty_columns():
     a = np.column_stack([X, X, np.zeros_like(X), np.ones_like(X)])
     x = nnls(a, 4 * X + 1)
     assert x.min() >= 0
@@ -277,7 +277,7 @@ def test_nnls_bears_repeated_and_empty_columns():
     assert nnls(a, np.zeros_like(X)).tolist() == [0, 0, 0, 0]
 
 
-def test_error_measures():
+def test_error_measures_equal_hand_counts():
     assert mean_ape([1, 2, 4], [1.1, 2, 2]) == pytest.approx((0.1 + 0 + 0.5) / 3)
     assert r2([1, 2, 3], [1, 2, 3]) == 1
     assert r2([1, 2, 3], [2, 2, 2]) == 0

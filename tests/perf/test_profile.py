@@ -69,11 +69,11 @@ def scattered(count, seed):
     return new, cached, decodes, decodes * np.exp(rng.uniform(np.log(128), np.log(8192), count)).round()
 
 
-def test_a_profile_survives_its_file():
+def test_profile_survives_its_file():
     assert profile_from_json(profile_to_json(PROFILE)) == PROFILE
 
 
-def test_it_is_a_step_timer():
+def test_profile_timer_is_a_step_timer_of_measured_confidence():
     timer: StepTimer = TIMER
     assert timer.confidence == "measured"
     assert timer.step_s(steps(512)).shape == (1,)
@@ -81,13 +81,13 @@ def test_it_is_a_step_timer():
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_measured_steps_are_reproduced_to_a_thousandth(noise):
+def test_profile_reproduces_measured_steps_to_a_thousandth(noise):
     points = grid(noise)
     answers = ProfileTimer(profile(points)).step_s(steps(*columns(points)))
     assert answers == pytest.approx([point.seconds for point in points], rel=1e-3)
 
 
-def test_repeated_steps_count_as_their_mean():
+def test_repeated_profile_steps_count_as_their_mean():
     first = PROFILE.points[40]
     twice = replace(first, seconds=first.seconds * 1.2, repeats=15)
     timer = ProfileTimer(profile((*PROFILE.points, twice)))
@@ -95,14 +95,14 @@ def test_repeated_steps_count_as_their_mean():
 
 
 @pytest.mark.parametrize(("noise", "median", "p95"), [(0.0, 0.02, 0.08), (0.03, 0.035, 0.12)])
-def test_held_out_steps_of_a_noisy_roofline(noise, median, p95):
+def test_profile_predicts_held_out_steps_of_a_noisy_roofline(noise, median, p95):
     where = scattered(4000, 7)
     errors = absolute_errors(roofline_s(*where), ProfileTimer(profile(grid(noise))).step_s(steps(*where)))
     assert np.median(errors) < median
     assert np.quantile(errors, 0.95) < p95
 
 
-def test_outside_the_range_the_fit_goes_on():
+def test_profile_extrapolates_beyond_its_range():
     far = steps([16384, 0, 2048], [0, 0, 60000], [0, 512, 0], [0, 512 * 8192, 0])
     truth = roofline_s(
         *(
@@ -113,7 +113,7 @@ def test_outside_the_range_the_fit_goes_on():
     assert TIMER.step_s(far) == pytest.approx(truth, rel=0.15)
 
 
-def test_several_chunks_in_a_step_lie_near_one_like_them():
+def test_profiled_step_with_several_chunks_takes_as_long_as_one_with_a_single_chunk():
     one, two = TIMER.step_s(steps([[512, 0], [256, 256]], [[1024, 0], [1024, 1024]]))
     assert two == pytest.approx(one, rel=0.1)
 
@@ -125,7 +125,7 @@ def test_several_chunks_in_a_step_lie_near_one_like_them():
     decodes=st.integers(0, 10_000),
     each=st.integers(1, 10**6),
 )
-def test_any_step_takes_a_positive_and_finite_time(new, cached, decodes, each):
+def test_profiled_step_time_is_positive_and_finite(new, cached, decodes, each):
     seconds = TIMER.step_s(steps(new, cached, decodes, decodes * each))[0]
     assert np.isfinite(seconds)
     assert (seconds > 0) == (new + decodes > 0)
@@ -133,7 +133,7 @@ def test_any_step_takes_a_positive_and_finite_time(new, cached, decodes, each):
 
 @settings(deadline=None)
 @given(st.integers(0, 3), st.integers(32, 2000), st.integers(1, 128), st.integers(128, 4000))
-def test_twice_the_work_is_never_much_faster(which, new, decodes, each):
+def test_profiled_step_with_twice_the_work_is_hardly_ever_faster(which, new, decodes, each):
     """The correction may bend the fit, which is monotone, by no more than the noise that it follows."""
     base = [new, each, decodes, decodes * each]
     more = [value * 2 if index == which else value for index, value in enumerate(base)]
@@ -145,7 +145,7 @@ def test_twice_the_work_is_never_much_faster(which, new, decodes, each):
     assert after > before * 0.95
 
 
-def test_a_hundred_thousand_steps_in_about_a_second():
+def test_profile_times_100000_steps_within_two_seconds():
     batch = steps(*scattered(100_000, 3))
     TIMER.step_s(steps(512))
     start = time.process_time()
@@ -174,7 +174,7 @@ def _edited(change):
         (lambda d: d.update(format="potluck.plan"), "expected 'potluck.profile'"),
     ],
 )
-def test_a_bad_file_is_refused_in_one_line(change, problem):
+def test_invalid_profile_file_is_refused_in_one_line(change, problem):
     with pytest.raises(FormatError, match=problem) as caught:
         profile_from_json(_edited(change))
     assert "\n" not in str(caught.value)
@@ -185,12 +185,12 @@ def test_a_bad_file_is_refused_in_one_line(change, problem):
     ((0, 5, 1, 1, 0.1), "chunk_cached"), ((5, 0, 0, 9, 0.1), "decode_context"), ((5, 0, 0, 0, 0.0), "seconds"),
     ((5, 0, 0, 0, float("nan")), "seconds"), ((5, 0, 0, 0, 0.1, 0), "repeats"), ],
 )  # fmt: skip
-def test_impossible_points_name_their_field(values, field):
+def test_invalid_profile_point_is_refused_by_field(values, field):
     with pytest.raises(InputError, match=field):
         ProfilePoint(*values)
 
 
-def test_one_step_measured_often_is_no_profile():
+def test_profile_with_too_few_different_steps_is_refused():
     with pytest.raises(InputError, match="1 different steps are too few"):
         ProfileTimer(profile((PROFILE.points[0],) * 20))
 
@@ -198,7 +198,7 @@ def test_one_step_measured_often_is_no_profile():
 @pytest.mark.skipif(
     not (DATA / "measured").is_dir(), reason="measured data is not here; point POTLUCK_DATA at it"
 )
-def test_held_out_steps_of_a_measured_rtx_4090():
+def test_profile_predicts_held_out_steps_of_a_measured_rtx_4090():
     """Steps put together from measured operators of Llama-3.1-8B: a tenth of them predicts the rest."""
     import pandas as pd
 

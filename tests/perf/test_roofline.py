@@ -68,14 +68,14 @@ def row(batch: StepBatch, i: int) -> StepBatch:
 
 
 @pytest.mark.parametrize(("model", "node", "tp"), CASES)
-def test_many_steps_at_once_are_the_steps_one_by_one(model: str, node: str, tp: int) -> None:
+def test_batched_step_times_equal_single_step_times(model: str, node: str, tp: int) -> None:
     batch = random_steps(40, 3, 1)
     together = timer(model, node, tp).step_s(batch)
     apart = [float(timer(model, node, tp).step_s(row(batch, i))[0]) for i in range(len(batch))]
     assert together == pytest.approx(apart, rel=1e-9)
 
 
-def test_blocks_of_rows_do_not_show() -> None:
+def test_step_times_do_not_depend_on_row_blocks() -> None:
     count = 2 * BLOCK_ROWS + 7
     batch = random_steps(count, 1, 2)
     whole = timer("Llama-3.1-8B", "H100-SXM").step_s(batch)
@@ -88,7 +88,7 @@ def test_blocks_of_rows_do_not_show() -> None:
 
 
 @pytest.mark.parametrize(("model", "node", "tp"), CASES)
-def test_the_order_of_chunks_is_irrelevant(model: str, node: str, tp: int) -> None:
+def test_step_time_does_not_depend_on_the_order_of_chunks(model: str, node: str, tp: int) -> None:
     batch = random_steps(30, 4, 3)
     mirrored = StepBatch(
         batch.chunk_new[:, ::-1], batch.chunk_cached[:, ::-1], batch.decodes, batch.decode_context
@@ -98,7 +98,7 @@ def test_the_order_of_chunks_is_irrelevant(model: str, node: str, tp: int) -> No
 
 
 @pytest.mark.parametrize(("model", "node", "tp"), CASES)
-def test_unused_chunks_and_empty_steps(model: str, node: str, tp: int) -> None:
+def test_unused_chunks_and_empty_steps_take_no_time(model: str, node: str, tp: int) -> None:
     here = timer(model, node, tp)
     assert here.step_s(steps(0.0, 700.0)).tolist() == [0.0]
     padded = steps([[500.0, 0.0]], [[100.0, 4000.0]], 3, 900)
@@ -106,7 +106,7 @@ def test_unused_chunks_and_empty_steps(model: str, node: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize(("model", "node", "tp"), CASES)
-def test_no_step_beats_the_data_sheet(model: str, node: str, tp: int) -> None:
+def test_no_step_is_faster_than_the_data_sheet_allows(model: str, node: str, tp: int) -> None:
     """Ideal FLOPs, and ideal bytes of weights and KV, at 1.1 of the printed rates: GPUs do boost."""
     here, batch = timer(model, node, tp), random_steps(300, 2, 4)
     sums, gpu = step_sums(here.model, batch, tp), here.node.gpu
@@ -127,7 +127,7 @@ def test_longer_prompts_take_longer(model: str, node: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize(("model", "node", "tp"), CASES)
-def test_larger_batches_take_longer_and_give_more(model: str, node: str, tp: int) -> None:
+def test_larger_decode_batches_take_longer_and_have_higher_throughput(model: str, node: str, tp: int) -> None:
     batches = 2.0 ** np.arange(10)
     times = decode_step_s(timer(model, node, tp), batches, 800.0)
     assert np.all(times[1:] >= 0.97 * times[:-1])
@@ -136,7 +136,9 @@ def test_larger_batches_take_longer_and_give_more(model: str, node: str, tp: int
 
 @settings(max_examples=25)
 @given(st.integers(1, 4000), st.integers(0, 20_000), st.integers(1, 200), st.integers(1, 8000))
-def test_a_mixed_step_costs_less_than_its_two_halves(new: int, cached: int, count: int, context: int) -> None:
+def test_mixed_step_costs_no_more_than_its_prefill_and_decode_steps(
+    new: int, cached: int, count: int, context: int
+) -> None:
     """The weights are read once, but no half comes for free. An H100 runs both halves at full speed."""
     here = timer("Llama-3.1-8B", "H100-SXM")
     chunk, decode = float(prefill_s(here, new, cached)[0]), float(decode_step_s(here, count, context)[0])
@@ -145,7 +147,7 @@ def test_a_mixed_step_costs_less_than_its_two_halves(new: int, cached: int, coun
     assert both >= max(chunk, decode) * 0.95
 
 
-def test_host_time_is_added_once() -> None:
+def test_host_time_is_added_once_per_step() -> None:
     model, node = models.model("Llama-3.1-8B"), nodes.node_type("H100-SXM")
     batch = random_steps(20, 2, 5)
     with_host, without = roofline(model, node, 1), roofline(model, node, 1, host=NO_HOST)
@@ -154,7 +156,7 @@ def test_host_time_is_added_once() -> None:
     )
 
 
-def test_stages_add_up_to_the_whole() -> None:
+def test_stage_times_add_up_to_the_whole_model() -> None:
     model, node = models.model("GPT-OSS-120B"), nodes.node_type("H200")
     batch = random_steps(30, 2, 6)
     parts = [range(10), range(10, 27), range(27, 36)]
@@ -162,7 +164,7 @@ def test_stages_add_up_to_the_whole() -> None:
     assert total == pytest.approx(roofline(model, node, 1, host=NO_HOST).step_s(batch), rel=1e-9)
 
 
-def test_the_table_of_token_counts_is_the_sum_of_its_parts() -> None:
+def test_dense_time_table_is_the_sum_of_its_parts() -> None:
     """Products, element-wise work and two all-reduces a layer, added up by hand at one token count."""
     here = timer("Llama-3-70B", "4xH100-SXM", 4)
     ((work, count),) = here.works
@@ -177,7 +179,7 @@ def test_the_table_of_token_counts_is_the_sum_of_its_parts() -> None:
     assert here.dense_s[at] == pytest.approx(80 * layer)
 
 
-def test_beyond_the_table_time_is_proportional() -> None:
+def test_step_time_is_proportional_beyond_the_token_table() -> None:
     here = timer("Llama-3.1-8B", "H100-SXM")
     last = TOKEN_GRID[-1]
     one, two = (here.step_s(steps(decodes=n, decode_context=n)) for n in (last, 2 * last))
@@ -196,7 +198,9 @@ def test_beyond_the_table_time_is_proportional() -> None:
         ("Kimi-Linear-48B", "A100-80", "assumed", "linear attention"),
     ],
 )
-def test_confidence_is_that_of_the_weakest_part(model: str, node: str, confidence: str, words: str) -> None:
+def test_timer_confidence_is_that_of_its_weakest_part(
+    model: str, node: str, confidence: str, words: str
+) -> None:
     here = timer(model, node)
     assert here.confidence == confidence
     assert words in here.basis
@@ -211,35 +215,35 @@ def test_confidence_is_that_of_the_weakest_part(model: str, node: str, confidenc
         ("Llama-3.1-8B", "3xL40S", 3, "does not divide the 32 attention heads"),
     ],
 )
-def test_degrees_that_cannot_be(model: str, node: str, tp: int, words: str) -> None:
+def test_invalid_tp_degree_is_refused(model: str, node: str, tp: int, words: str) -> None:
     with pytest.raises(InputError, match=words) as caught:
         roofline(models.model(model), nodes.node_type(node), tp)
     assert caught.value.field == "tp"
 
 
-def test_small_decode_on_an_h100_is_the_weights() -> None:
+def test_single_decode_on_an_h100_takes_the_time_of_reading_the_weights() -> None:
     """15.0 GB at 3.35 TB/s are 4.5 ms; kernels reach nine tenths, launches and host add 1 to 2 ms."""
     assert 5e-3 < float(decode_step_s(timer("Llama-3.1-8B", "H100-SXM"), 1, 500)[0]) < 9e-3
 
 
-def test_70b_decode_on_four_h100() -> None:
+def test_decode_of_a_70b_model_on_four_h100_is_within_hand_bounds() -> None:
     """35 GB per GPU are 10.4 ms at the printed rate, 12 at nine tenths, 160 all-reduces of 25 us add 4."""
     assert 14e-3 < float(decode_step_s(timer("Llama-3-70B", "4xH100-SXM", 4), 1, 500)[0]) < 26e-3
 
 
-def test_8b_prefill_on_an_h100() -> None:
+def test_prefill_of_an_8b_model_on_an_h100_is_within_hand_bounds() -> None:
     """2,048 tokens are 31 TFLOP: 31 ms at the printed rate, 60 at half of it."""
     assert 31e-3 < float(prefill_s(timer("Llama-3.1-8B", "H100-SXM"), 2048)[0]) < 60e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 8192])
-def test_more_ranks_are_faster_but_not_by_more_than_their_number(tokens: int) -> None:
+def test_more_ranks_are_faster_by_at_most_their_number(tokens: int) -> None:
     times = [float(prefill_s(timer("Llama-3-70B", "8xH100-SXM", tp), tokens)[0]) for tp in (1, 2, 4, 8)]
     for few, many in pairwise(times):
         assert few / 2.1 <= many <= few  # no less than launches take
 
 
-def test_slow_links_cost_tensor_parallelism_its_gain() -> None:
+def test_slow_links_reduce_the_gain_of_tensor_parallelism() -> None:
     """8,192 tokens over PCIe: the all-reduce takes a visible share; over NVLink it does not."""
     fast = float(prefill_s(timer("Llama-3.1-8B", "2xA100-80", 2), 8192)[0])
     slow = float(prefill_s(timer("Llama-3.1-8B", "2xL40S", 2), 8192)[0])
@@ -259,7 +263,7 @@ def test_fp8_weights_use_the_fp8_rate() -> None:
     assert plain / 2 < wide < plain < ampere
 
 
-def test_chunked_prefill_adds_up_its_iterations() -> None:
+def test_chunked_prefill_time_is_the_sum_of_its_iterations() -> None:
     here = timer("Llama-3.1-8B", "H100-SXM")
     sizes, starts = [2048.0, 2048.0, 904.0], [0.0, 2048.0, 4096.0]
     expected = sum(
@@ -273,7 +277,7 @@ def test_chunked_prefill_adds_up_its_iterations() -> None:
     assert chunked_prefill_s(here, 5000) == pytest.approx(float(prefill_s(here, 5000)[0]), rel=0.1)
 
 
-def test_network_times() -> None:
+def test_all_reduce_time_grows_with_bytes_and_ranks() -> None:
     interconnect = nodes.node_type("4xH100-SXM").interconnect
     calibration = bundled()
     sizes = np.array([0.0, 1e6, 1e8])
@@ -286,7 +290,7 @@ def test_network_times() -> None:
     assert float(all_reduce_s(1e8, 8, interconnect, ())) == pytest.approx(2e-5 + wire / 0.7)
 
 
-def test_a_hand_over_takes_the_slower_card() -> None:
+def test_handover_time_uses_the_slower_network_card() -> None:
     fast, slow = nodes.node_type("8xH100-SXM"), nodes.node_type("L4")
     assert slow.network_gbps < fast.network_gbps
     assert handover_s(1e9, fast, slow) == handover_s(1e9, slow, fast) == handover_s(1e9, slow, slow)
@@ -313,12 +317,12 @@ def reduce_us(size_bytes: float, ranks: int, interconnect: Interconnect) -> floa
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_small_sums_over_a_switch_take_a_few_microseconds(ranks: int) -> None:
+def test_small_all_reduce_over_a_switch_takes_a_few_microseconds(ranks: int) -> None:
     # Measured on H100: 4.2 to 5.6 µs up to 16 KiB, in a CUDA graph.
     assert 3.5 < reduce_us(256, ranks, SWITCH) < reduce_us(16384, ranks, SWITCH) < 7.0
 
 
-def test_the_ways_of_a_switch_meet_without_a_fall() -> None:
+def test_all_reduce_time_over_a_switch_does_not_fall_at_algorithm_changes() -> None:
     """From direct to split to library no size is much cheaper than a smaller one."""
     sizes = np.geomspace(256, 1 << 30, 400)
     for ranks in (2, 4, 8):
@@ -326,7 +330,7 @@ def test_the_ways_of_a_switch_meet_without_a_fall() -> None:
         assert (times[1:] > 0.85 * times[:-1]).all()
 
 
-def test_more_ranks_than_have_peer_access_share_the_way_through_the_host() -> None:
+def test_ranks_beyond_peer_access_share_the_path_through_the_host() -> None:
     size = 8 << 20
     pair, four, eight = (reduce_us(size, ranks, PAIRS) for ranks in (2, 4, 8))
     assert pair < reduce_us(size, 2, ALONE)
@@ -335,7 +339,7 @@ def test_more_ranks_than_have_peer_access_share_the_way_through_the_host() -> No
     assert four > 4 * reduce_us(size, 4, PEERS)
 
 
-def test_without_peer_access_each_gpu_has_lanes_of_its_own() -> None:
+def test_gpus_without_peer_access_have_their_own_pcie_lanes() -> None:
     """Eight RTX 4090: twice the ranks take little longer; Helix's T4 left 4 to 6 GB/s of PCIe 3."""
     size = 64 << 20
     assert reduce_us(size, 8, ALONE) / reduce_us(size, 4, ALONE) == pytest.approx((7 / 8) / (3 / 4), rel=0.02)
@@ -343,14 +347,16 @@ def test_without_peer_access_each_gpu_has_lanes_of_its_own() -> None:
     assert 4.0 < bus_gb_per_s < 7.0
 
 
-def test_a_mesh_without_a_switch_is_left_to_the_library() -> None:
+def test_all_reduce_over_a_mesh_without_a_switch_uses_the_library() -> None:
     mesh = Interconnect("nvlink", 300.0, 7e-6)
     assert reduce_us(1024, 4, mesh) > 2 * reduce_us(1024, 4, Interconnect("nvswitch", 300.0, 7e-6))
     assert reduce_us(1024, 2, mesh) == reduce_us(1024, 2, Interconnect("nvswitch", 300.0, 7e-6))
 
 
 @given(st.sampled_from(["nvswitch", "pcie", "xgmi"]), st.sampled_from([2, 4, 8]), st.floats(1e3, 1e9))
-def test_faster_links_and_smaller_sizes_never_take_longer(kind: str, ranks: int, size: float) -> None:
+def test_all_reduce_time_never_grows_with_faster_links_or_smaller_sizes(
+    kind: str, ranks: int, size: float
+) -> None:
     slow, fast = (Interconnect(kind, rate, 1e-5) for rate in (440.0, 450.0))  # type: ignore[arg-type]
     networks = bundled().networks
     for function in (all_reduce_s, all_to_all_s):
@@ -359,7 +365,7 @@ def test_faster_links_and_smaller_sizes_never_take_longer(kind: str, ranks: int,
         assert all_reduce_s(size, ranks, slow, networks) <= all_reduce_s(size * 1.1, ranks, slow, networks)
 
 
-def test_cards_that_cannot_read_each_other_are_marked_in_the_catalog() -> None:
+def test_catalog_marks_gpus_without_peer_access() -> None:
     domains = {name: nodes.node_type(f"8x{name}").interconnect.domain for name in ("RTX4090", "L40S", "A40")}
     assert domains == {"RTX4090": 1, "L40S": 2, "A40": None}
     assert nodes.node_type("2xA40").interconnect.domain == 2
@@ -368,7 +374,7 @@ def test_cards_that_cannot_read_each_other_are_marked_in_the_catalog() -> None:
         Interconnect("pcie", 32.0, 0.0, domain=0)
 
 
-def test_stored_errors_of_links_are_within_what_was_promised() -> None:
+def test_stored_link_errors_are_within_their_targets() -> None:
     """All-reduce over NVSwitch within 20 % from the others (but B200's starts are longer), 12 % when calibrated."""
     result = {(s.question, s.gpu): s.median for s in stored_scores() if s.kind == "all-reduce"}
     assert all(result["GPU left out", gpu] <= 0.20 for gpu in ("A100-80", "H100-SXM"))
@@ -406,7 +412,7 @@ def halves(node: str = "1xH100-SXM") -> Layout:
 
 
 @pytest.mark.parametrize(("model", "node", "tp"), [(LLAMA, "1xA10", 1), (BIG, "4xH100-SXM", 4)])
-def test_one_stage_is_the_roofline(model: object, node: str, tp: int) -> None:
+def test_pipeline_of_one_stage_equals_the_roofline(model: object, node: str, tp: int) -> None:
     whole = pipeline(model, single(node, tp, model.layer_count), NODES)  # type: ignore[attr-defined,arg-type]
     plain = roofline(model, NODES[node], tp)  # type: ignore[arg-type]
     assert whole.step_s(BATCH) == pytest.approx(plain.step_s(BATCH), rel=1e-12)
@@ -414,7 +420,7 @@ def test_one_stage_is_the_roofline(model: object, node: str, tp: int) -> None:
     assert whole.confidence == plain.confidence
 
 
-def test_two_halves_take_as_long_and_deliver_twice_as_often() -> None:
+def test_pipeline_of_two_halves_has_the_same_latency_and_twice_the_throughput() -> None:
     layouts = (single("1xH100-SXM", 1, 32), halves())
     one, two = (pipeline(LLAMA, layout, NODES, host=NO_HOST) for layout in layouts)
     node = NODES["1xH100-SXM"]
@@ -425,14 +431,14 @@ def test_two_halves_take_as_long_and_deliver_twice_as_often() -> None:
     assert np.all((ratio > 0.5) & (ratio < 0.56))
 
 
-def test_the_slowest_stage_sets_the_pace() -> None:
+def test_slowest_stage_sets_the_pipeline_interval() -> None:
     mixed = pipeline(LLAMA, Layout((stage(16, ("1xH100-SXM", 1)), stage(16, ("1xL4", 1)))), NODES)
     slow = roofline(LLAMA, NODES["1xL4"], 1, layers=range(16, 32), host=NO_HOST)
     assert mixed.interval_s(BATCH) == pytest.approx(slow.step_s(BATCH) + DEFAULT_HOST.step_s(BATCH))
     assert np.all(mixed.step_s(BATCH) > mixed.interval_s(BATCH))
 
 
-def test_nodes_side_by_side_share_the_work() -> None:
+def test_nodes_of_one_stage_share_its_work() -> None:
     """Two alike nodes deliver twice as often; a slow one beside a fast one adds its own rate."""
     double = Layout((stage(32, ("1xH100-SXM", 1), ("1xH100-SXM", 1)),))
     one, two = pipeline(LLAMA, single("1xH100-SXM", 1, 32), NODES), pipeline(LLAMA, double, NODES)
@@ -447,7 +453,7 @@ def test_nodes_side_by_side_share_the_work() -> None:
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4))
-def test_any_cut_has_the_same_work(cuts: list[int]) -> None:
+def test_pipeline_latency_and_interval_are_bounded_for_any_cut(cuts: list[int]) -> None:
     """Latency without hand-overs is the model's; the pace lies between an equal share and the whole."""
     layers = [*cuts, 32 - sum(cuts)] if sum(cuts) < 32 else [32]
     layout = Layout(tuple(stage(count, ("1xH100-SXM", 1)) for count in layers))
@@ -457,40 +463,40 @@ def test_any_cut_has_the_same_work(cuts: list[int]) -> None:
     assert np.all(cut.interval_s(BATCH) >= whole.interval_s(BATCH) / len(layers) * (1 - 1e-12))
 
 
-def test_empty_steps_take_no_time() -> None:
+def test_empty_pipeline_steps_take_no_time() -> None:
     timer = pipeline(LLAMA, halves(), NODES)
     assert timer.step_s(steps([0.0, 5.0])).tolist()[0] == 0.0
     assert timer.interval_s(steps([0.0, 5.0])).tolist()[0] == 0.0
 
 
-def test_confidence_is_the_least() -> None:
+def test_pipeline_confidence_is_the_lowest_of_its_stages() -> None:
     layout = Layout((stage(16, ("1xH100-SXM", 1)), stage(16, ("1xMI300X", 1))))
     assert pipeline(LLAMA, layout, NODES).confidence == "assumed"
     layout = Layout((stage(16, ("1xH100-SXM", 1)), stage(16, ("1xA10", 1))))
     assert pipeline(LLAMA, layout, NODES).confidence == "transferred"
 
 
-def test_stages_hold_consecutive_layers() -> None:
+def test_pipeline_stages_hold_consecutive_layers() -> None:
     layout = Layout((stage(5, ("1xA10", 1)), stage(20, ("1xL4", 1)), stage(7, ("1xA10", 1))))
     assert [layers for _, layers in stage_layers(LLAMA, layout)] == [range(5), range(5, 25), range(25, 32)]
 
 
 @pytest.mark.parametrize("layers", [31, 33])
-def test_a_layer_too_many_or_too_few(layers: int) -> None:
+def test_layout_with_a_wrong_layer_count_is_refused(layers: int) -> None:
     with pytest.raises(InputError, match=f"hold {layers} layers, Llama-3.1-8B has 32"):
         pipeline(LLAMA, single("1xA10", 1, layers), NODES)
     with pytest.raises(InputError, match="layers"):
         layout_requests(LLAMA, single("1xA10", 1, layers), NODES, 100)
 
 
-def test_a_node_that_nobody_knows() -> None:
+def test_layout_with_an_unknown_node_or_degree_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="1xA11.*did you mean '1xA10'"):
         pipeline(LLAMA, single("1xA11", 1, 32), NODES)
     with pytest.raises(InputError, match="tp"):
         pipeline(LLAMA, single("2xL40S", 4, 32), NODES)
 
 
-def test_the_tightest_stage_decides_how_many_fit() -> None:
+def test_tightest_stage_limits_the_number_of_requests() -> None:
     """An A10 has 24 GB for its half of the model, an H100 80 GB for the other."""
     layout = Layout((stage(16, ("1xH100-SXM", 1)), stage(16, ("1xA10", 1))))
     small = stage_memory(LLAMA, NODES["1xA10"], 1, range(16, 32))
@@ -503,17 +509,17 @@ def test_the_tightest_stage_decides_how_many_fit() -> None:
     assert layout_requests(LLAMA, both, NODES, 1500) == 2 * expected
 
 
-def test_one_stage_fits_what_the_node_fits() -> None:
+def test_layout_of_one_stage_fits_as_many_requests_as_its_node() -> None:
     memory = stage_memory(LLAMA, NODES["1xA10"], 1)
     assert layout_requests(LLAMA, single("1xA10", 1, 32), NODES, 900) == max_requests(LLAMA, memory, 1, 900)
 
 
-def test_a_stage_without_room_is_an_error() -> None:
+def test_stage_without_memory_for_its_layers_is_refused() -> None:
     with pytest.raises(CapacityError, match="Llama-3-70B does not fit on 1xA10"):
         layout_requests(BIG, Layout((stage(60, ("4xH100-SXM", 4)), stage(20, ("1xA10", 1)))), NODES, 100)
 
 
-def test_known_links_take_the_place_of_network_cards() -> None:
+def test_known_links_replace_network_cards_in_pipeline_times() -> None:
     """The same numbers as the cards give the same times; a link slower than the stages sets the pace."""
     node = NODES["1xH100-SXM"]
     per_byte = 8.0 / (node.network_gbps * 0.8 * 1e9)

@@ -99,7 +99,7 @@ slos = st.none() | st.builds(Slo, st.floats(0.02, 3.0), st.floats(0.005, 0.2))
 
 @settings(max_examples=40)
 @given(timers, st.integers(1, 6000), st.integers(1, 2000), st.integers(0, 2000), slos)
-def test_the_best_is_that_of_a_full_scan(
+def test_best_operating_point_equals_a_full_scan(
     timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None
 ) -> None:
     """The grid grows by an eighth at most, so no more than an eighth is lost between its points."""
@@ -118,7 +118,7 @@ def test_the_best_is_that_of_a_full_scan(
 
 
 @pytest.mark.parametrize("largest", range(20, MAX_BATCH, 67))
-def test_little_is_lost_below_an_objective(largest: int) -> None:
+def test_best_batch_is_within_an_eighth_of_the_objective_limit(largest: int) -> None:
     """The rate is proportional to the batch, and TPOT allows exactly this one."""
     timer = Line(token_s=0.0, context_s=0.0, crowd_s=1e-12)
     result = best_operating(timer, 10, 10, 10 * MAX_BATCH, Slo(10.0, 5e-3 + 1e-12 * (largest + 0.5) ** 2))
@@ -127,7 +127,7 @@ def test_little_is_lost_below_an_objective(largest: int) -> None:
 
 
 @given(timers, st.integers(1, 4000), st.integers(1, 1000), st.integers(1, 1500), slos, st.floats(1.0, 5.0))
-def test_loosening_never_lowers_the_rate(
+def test_looser_objective_never_lowers_the_best_rate(
     timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None, factor: float
 ) -> None:
     loose = None if slo is None else Slo(slo.ttft_s * factor, slo.tpot_s * factor)
@@ -153,7 +153,9 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("timer", "memory", "slo", "limit"), LIMITS)
-def test_what_stops_the_rate_has_its_name(timer: Line, memory: int, slo: Slo | None, limit: str) -> None:
+def test_limit_of_the_best_operating_point_is_named(
+    timer: Line, memory: int, slo: Slo | None, limit: str
+) -> None:
     result = best_operating(timer, 200, 200, memory, slo)
     assert result is not None
     assert result.limit == limit
@@ -169,7 +171,7 @@ class Waves(Line):
         return np.where(batch.tokens > 0, 5e-3 * np.ceil(batch.decodes / 64) ** 0.9, 0.0)
 
 
-def test_a_dent_in_the_rate_does_not_hide_the_objective() -> None:
+def test_local_dip_in_the_rate_does_not_hide_the_tpot_limit() -> None:
     """At 64 a wave is full and 65 serves less, but 128 would serve more: TPOT is what stops it there."""
     result = best_operating(Waves(), 200, 200, 1000, Slo(100.0, 6e-3), "decode")
     assert result is not None
@@ -178,7 +180,7 @@ def test_a_dent_in_the_rate_does_not_hide_the_objective() -> None:
 
 
 @pytest.mark.parametrize("role", ["mixed", "prefill", "decode"])
-def test_nothing_fits(role: Role) -> None:
+def test_no_operating_point_exists_without_memory_for_a_request(role: Role) -> None:
     assert best_operating(Line(), 100, 100, 0, None, role) is None
 
 
@@ -191,13 +193,13 @@ def test_nothing_fits(role: Role) -> None:
         ("prefill", Slo(1e-3, 10.0)),
     ],
 )
-def test_an_impossible_objective(role: Role, slo: Slo) -> None:
+def test_no_operating_point_exists_for_an_impossible_objective(role: Role, slo: Slo) -> None:
     """A step takes 5 ms at least."""
     assert best_operating(Line(), 100, 100, 50, slo, role) is None
 
 
 @pytest.mark.parametrize(("ttft_s", "prompts"), [(1.0, 8), (0.1, 4), (0.03, 1)])
-def test_a_prefill_replica_takes_prompts_together(ttft_s: float, prompts: int) -> None:
+def test_prefill_replica_batches_prompts_within_budget_and_ttft(ttft_s: float, prompts: int) -> None:
     """As many as its budget has room for, and as leave the first token in time."""
     result = best_operating(Line(), 1000, 300, 50, Slo(ttft_s, 1e-9), "prefill")
     assert result is not None
@@ -206,7 +208,7 @@ def test_a_prefill_replica_takes_prompts_together(ttft_s: float, prompts: int) -
     assert result.requests_per_s == pytest.approx(prompts / result.ttft_s)
 
 
-def test_a_prompt_beyond_the_budget_is_prefilled_in_chunks() -> None:
+def test_prompt_beyond_the_token_budget_is_prefilled_in_chunks() -> None:
     result = best_operating(Line(), STEP_TOKENS + 100, 300, 50, None, "prefill")
     assert result is not None
     chunks_s = 2 * 5e-3 + 2e-5 * (STEP_TOKENS + 100) + 2e-8 * 100 * STEP_TOKENS
@@ -214,7 +216,7 @@ def test_a_prompt_beyond_the_budget_is_prefilled_in_chunks() -> None:
 
 
 @given(timers, st.integers(2, 4000), st.integers(2, 1000), st.integers(1, 500))
-def test_whole_chunks_cost_no_less_than_the_same_tokens_spread_evenly(
+def test_whole_chunks_cost_no_less_than_evenly_spread_tokens(
     timer: Line, tokens_in: int, tokens_out: int, batch: int
 ) -> None:
     """Steps here are linear in tokens, so when a chunk takes is all the same but for its context."""
@@ -227,7 +229,7 @@ def test_whole_chunks_cost_no_less_than_the_same_tokens_spread_evenly(
         assert here.step_s[0] > even * (1 - 1e-9)
 
 
-def test_a_decode_replica_pays_for_no_prompt() -> None:
+def test_decode_replica_does_no_prefill() -> None:
     result, mixed = (best_operating(Line(), 1000, 300, 64, None, role) for role in ("decode", "mixed"))
     assert result is not None
     assert mixed is not None
@@ -238,7 +240,7 @@ def test_a_decode_replica_pays_for_no_prompt() -> None:
     assert result.requests_per_s > mixed.requests_per_s
 
 
-def test_prompts_beyond_the_budget_pace_the_replica() -> None:
+def test_prompts_beyond_the_token_budget_limit_the_rate_of_a_mixed_replica() -> None:
     """4,000 tokens in, 1 out: however many decode, no more prompts finish than the chunks let through."""
     result = best_operating(Line(context_s=0.0), 4000, 1, 500, None)
     assert result is not None
@@ -261,24 +263,24 @@ def step_s(each: StepTimer, budget: int, slo: Slo) -> float:
 
 
 @pytest.mark.parametrize("tpot_s", [0.06, 0.08, 0.1, 0.15])
-def test_it_is_the_largest_that_is_short_enough(tpot_s: float) -> None:
+def test_paced_token_budget_is_the_largest_within_the_tpot_objective(tpot_s: float) -> None:
     slow, slo = timer("2xL40S", 2), Slo(2.5, tpot_s, 0.9)
     budget = paced_budget(slow, 1155, 211, 60, slo)
     assert LEAST_TOKENS < budget < CHUNK_TOKENS
     assert step_s(slow, budget, slo) <= LONGEST * tpot_s < step_s(slow, 2 * budget, slo)
 
 
-def test_a_fast_gpu_takes_more() -> None:
+def test_paced_token_budget_is_larger_on_a_faster_gpu() -> None:
     assert paced_budget(timer("1xH100", 1), 1155, 211, 60, SLO) > paced_budget(
         timer("2xL40S", 2), 1155, 211, 60, SLO
     )
 
 
-def test_an_objective_that_cannot_be_kept_changes_nothing() -> None:
+def test_paced_token_budget_is_unchanged_for_an_impossible_objective() -> None:
     assert paced_budget(timer("2xL40S", 2), 1155, 211, 60, Slo(2.5, 0.001, 0.9)) == CHUNK_TOKENS
 
 
-def test_it_never_falls_below_the_least() -> None:
+def test_paced_token_budget_never_falls_below_its_minimum() -> None:
     slow = timer("2xL40S", 2)
     slos = [Slo(2.5, tpot_ms / 1000, 0.9) for tpot_ms in range(30, 80)]
     tight = next(slo for slo in slos if best_operating(slow, 1155, 211, 60, slo))
@@ -311,7 +313,7 @@ TIMERS = (timer_of(30, 30), timer_of(25, 20, 15))
     ttft_s=st.floats(0.5, 6.0),
     tpot_s=st.floats(0.05, 0.3),
 )
-def test_turns_keep_the_objective_by_the_formula(
+def test_mixed_pipeline_operating_point_keeps_its_objective(
     timer: PipelineTimer, new: int, output: int, room: int, ttft_s: float, tpot_s: float
 ) -> None:
     result = together(timer, RequestLengths(new, 0, output, new), room, Slo(ttft_s, tpot_s))
@@ -335,7 +337,7 @@ def test_turns_keep_the_objective_by_the_formula(
     assert result.requests_per_s == pytest.approx(lanes * batch / output / result.tpot_s)
 
 
-def test_what_cannot_be_in_time_is_not_offered() -> None:
+def test_mixed_pipeline_has_no_operating_point_for_an_objective_it_would_miss() -> None:
     timer = TIMERS[0]
     assert together(timer, RequestLengths(1000, 0, 100, 1000), 40, Slo(0.05, 0.1)) is None
     assert together(timer, RequestLengths(1000, 0, 100, 1000), 1, Slo(3.0, 0.2)) is None

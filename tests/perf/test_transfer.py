@@ -20,17 +20,17 @@ def transfer_s(wire_bytes, gbps, rtt_s=0.0, **more):
     return alpha_beta(gbps, rtt_s, **more).time_s(wire_bytes)
 
 
-def test_latency_plus_bytes_over_bandwidth():
+def test_transfer_time_is_latency_plus_bytes_over_bandwidth():
     assert transfer_s(1.25e9, 10, 0.02, connections=64, efficiency=1.0) == pytest.approx(1.02)
     assert transfer_s(0.0, 10, 0.02) == 0.0
 
 
-def test_bytes_may_be_an_array():
+def test_transfer_time_accepts_arrays():
     times = transfer_s(np.array([[0.0, 1e9], [2e9, 4e9]]), 8, efficiency=1.0)
     assert times.tolist() == [[0.0, 1.0], [2.0, 4.0]]
 
 
-def test_a_long_way_needs_many_connections():
+def test_high_latency_link_needs_several_connections_for_full_bandwidth():
     one, eight = alpha_beta(100, 0.05, connections=1), alpha_beta(100, 0.05, connections=8)
     assert one.beta_bytes_per_s == pytest.approx(4 * MIB / 0.05)
     assert eight.beta_bytes_per_s == pytest.approx(8 * one.beta_bytes_per_s)
@@ -38,21 +38,21 @@ def test_a_long_way_needs_many_connections():
     assert alpha_beta(10, 0.0001, 1, 1.0).beta_bytes_per_s == pytest.approx(1.25e9)
 
 
-def test_a_link_between_regions_is_an_alpha_and_a_beta():
+def test_link_between_regions_has_latency_and_effective_bandwidth():
     pair = link_alpha_beta(Link("a", "b", 10, 0.01), connections=16, efficiency=0.9)
     assert pair == AlphaBeta(0.01, 1.125e9)
     assert pair.time_s(1.125e9) - pair.stream_s(1.125e9) == pytest.approx(0.01)
 
 
 @given(a=byte_counts, b=byte_counts, gbps=rates, faster=st.floats(1, 100), rtt_s=st.floats(0, 1))
-def test_more_bytes_take_longer_and_more_bandwidth_shorter(a, b, gbps, faster, rtt_s):
+def test_transfer_time_grows_with_bytes_and_falls_with_bandwidth_and_connections(a, b, gbps, faster, rtt_s):
     few, many = sorted((a, b))
     assert transfer_s(few, gbps, rtt_s) <= transfer_s(many, gbps, rtt_s)
     assert transfer_s(many, gbps * faster, rtt_s) <= transfer_s(many, gbps, rtt_s) * (1 + 1e-12)
     assert transfer_s(many, gbps, rtt_s, connections=2) <= transfer_s(many, gbps, rtt_s, connections=1)
 
 
-def test_codec_ratios_with_their_scales():
+def test_codec_ratios_include_their_scales():
     assert codec_ratio("fp16") == 1.0
     assert codec_ratio("int4", latent=True) == 4 / 16 + 32 / (16 * 128)
     assert codec_ratio("int4") < codec_ratio("int8") < codec_ratio("fp16")
@@ -60,7 +60,7 @@ def test_codec_ratios_with_their_scales():
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("tokens", [256, 3000])
-def test_what_is_reckoned_is_what_the_codec_makes(codec, tokens):
+def test_codec_ratio_equals_the_encoded_size(codec, tokens):
     """By the sizes that sender and receiver agree on, for whole groups within 1 %."""
     kv, latent = ("kv", (tokens, 2, 8, 128)), ("latent", (tokens, 1, 576))
     for (part, shape), is_latent in ((kv, False), (latent, True)):
@@ -69,12 +69,12 @@ def test_what_is_reckoned_is_what_the_codec_makes(codec, tokens):
         assert sizes(part, "bfloat16", shape, codec).total_bytes == pytest.approx(reckoned, rel=0.01)
 
 
-def test_a_cache_already_small_is_not_blown_up():
+def test_codec_ratio_of_kv_stored_in_8_bits_never_exceeds_one():
     assert codec_ratio("int8", stored_bits=8) == 1.0
     assert codec_ratio("fp16", stored_bits=8) == 1.0
     assert codec_ratio("int4", stored_bits=8) == pytest.approx(0.546875)
 
 
-def test_an_unknown_codec_is_refused():
+def test_unknown_codec_is_refused():
     with pytest.raises(InputError, match="codec"):
         codec_ratio("int2")
