@@ -48,7 +48,7 @@ def computed(plan: Plan, policy: Policy) -> tuple[int, int]:
     return sum(replica.prefill_tokens for replica in result.replicas), answered
 
 
-def test_a_prefix_that_the_region_holds_is_computed_once() -> None:
+def test_pooled_region_cache_computes_a_shared_prefix_once() -> None:
     for plan in (COMBOS, FLOW):
         (pooled, all_of_them), (apart, as_many) = computed(plan, POOLED), computed(plan, APART)
         assert all_of_them == as_many == 200
@@ -56,7 +56,7 @@ def test_a_prefix_that_the_region_holds_is_computed_once() -> None:
         assert 8 * 6400 + 200 * 320 <= pooled < apart
 
 
-def test_without_prefixes_nothing_changes() -> None:
+def test_pooled_cache_changes_nothing_without_shared_prefixes() -> None:
     for plan in (COMBOS, FLOW):
         one, other = (simulate(problem(plan), load(80, 8.0), policy) for policy in (POOLED, APART))
         assert np.array_equal(one.records.finish_s, other.records.finish_s, equal_nan=True)

@@ -61,7 +61,7 @@ def logs(path: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_logs_are_the_same_compiled_and_not() -> None:
+def test_compiled_and_interpreted_code_give_equal_logs() -> None:
     if why := stale():
         pytest.skip(why)
     interpreted, compiled = logs(SOURCE), logs(COMPILED)

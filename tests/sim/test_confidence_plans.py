@@ -41,7 +41,7 @@ def planned(sure: float, rate_per_s: float = 12.0, strategy: str = "melange") ->
 
 @settings(max_examples=6, deadline=None)
 @given(st.sampled_from([0.5, 0.7, 0.8, 0.9, 0.97]), st.sampled_from([0.5, 0.7, 0.8, 0.9, 0.97]))
-def test_to_be_surer_costs_no_less(first: float, second: float) -> None:
+def test_plan_for_a_higher_confidence_never_costs_less(first: float, second: float) -> None:
     low, high = sorted((first, second))
     assert planned(low)[1].cost_usd_per_h <= planned(high)[1].cost_usd_per_h * (1 + 1e-9)
 
@@ -62,13 +62,13 @@ def attained(problem: PlanningProblem, plan: Plan) -> float:
     return summarise(simulate(resolved, load, faults=Faults(tuple(slow)))).models[0].attainment or 0.0
 
 
-def test_where_steps_are_slow_a_plan_for_that_keeps_more_promises() -> None:
+def test_plan_for_slow_steps_attains_its_objective_where_steps_are_slow() -> None:
     usual, sure = planned(0.5), planned(0.9)
     assert usual[1].cost_usd_per_h < sure[1].cost_usd_per_h
     assert attained(*usual) < SLO.attainment <= attained(*sure)
 
 
-def test_what_a_plan_could_do_has_a_bar() -> None:
+def test_predicted_capacity_has_an_error_bar() -> None:
     (usual,), (sure,) = (planned(item)[1].predictions for item in (0.5, 0.9))
     assert usual.slowest_per_s < usual.capacity_per_s < usual.fastest_per_s
     assert sure.capacity_per_s == pytest.approx(sure.slowest_per_s, rel=1e-6), "it counts on the slow end"

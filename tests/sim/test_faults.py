@@ -24,7 +24,7 @@ availability: [{at_s: 1800, region: east, node: 1xL40S, available: 3}]
 """
 
 
-def test_a_whole_file() -> None:
+def test_fault_file_with_every_kind_of_fault_is_parsed() -> None:
     result = parse_faults(WHOLE)
     kinds = ["replica", "node", "region", "link", "link", "slow", "reports", "spot", "cancel"]
     assert [fault.kind for fault in result.faults] == kinds
@@ -62,7 +62,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "says"), BAD)
-def test_a_bad_file_is_answered_in_one_line(text: str, says: str) -> None:
+def test_invalid_fault_file_is_refused_in_one_line(text: str, says: str) -> None:
     with pytest.raises(InputError) as error:
         parse_faults(text, "f.yaml")
     assert says in str(error.value)
@@ -70,7 +70,7 @@ def test_a_bad_file_is_answered_in_one_line(text: str, says: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_chance_keeps_its_rates_and_its_seed() -> None:
+def test_random_faults_follow_their_rates_and_seed() -> None:
     rates = FaultRates(*[3600.0] * 6)
     result = random_faults(rates, 1, 2000.0)
     assert result == random_faults(rates, 1, 2000.0)

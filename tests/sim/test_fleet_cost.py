@@ -16,7 +16,7 @@ WEIGHTS = {"chat": 16e9}
 STORAGE = storage_usd_per_h(EAST, 16e9)
 
 
-def test_meter_charges_nodes_beyond_the_reserved_ones_and_each_region_once() -> None:
+def test_cost_meter_charges_nodes_beyond_reserved_ones_and_each_region_once() -> None:
     meter = CostMeter((EAST, WEST), WEIGHTS)
     for at_s in (0.0, 1.0, 2.0):
         meter.rent(at_s, "east", "1xL4")
@@ -34,7 +34,7 @@ def test_meter_charges_nodes_beyond_the_reserved_ones_and_each_region_once() -> 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(["1xL4", "1xA10G"]), st.booleans()), max_size=20))
-def test_meter_agrees_with_the_cost_of_the_machines_that_are_there(moves: list[tuple[str, bool]]) -> None:
+def test_cost_meter_equals_the_cost_of_the_running_machines(moves: list[tuple[str, bool]]) -> None:
     meter, there = CostMeter((EAST, WEST), WEIGHTS), {"1xL4": 0, "1xA10G": 0}
     for at_s, (node, more) in enumerate(moves):
         if more:

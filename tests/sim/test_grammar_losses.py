@@ -17,7 +17,9 @@ from potluck.sim.world.faults import Fault, Faults
 
 @pytest.mark.parametrize("grammar", [False, True])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_replica_lost_under_a_request_with_a_grammar(grammar: bool, streaming: bool) -> None:
+def test_request_with_grammar_is_refused_when_its_replica_is_lost_before_streaming(
+    grammar: bool, streaming: bool
+) -> None:
     plan = closed_plan((mixed(), "east", 3))
     work = replace(requests((0.0, 8000, 100)), labels=replace(same_labels(1), grammar=np.array([grammar])))
     calm = simulate(problem(plan), work).records

@@ -101,7 +101,7 @@ def steady(count: int, rate_per_s: float, prompt: int = 1000, output: int = 100)
     return workload("chat", np.arange(count) / rate_per_s, np.full(count, prompt), np.full(count, output))
 
 
-def test_a_group_runs_as_planned_over_the_links_between_its_machines() -> None:
+def test_simulated_group_follows_its_plan_over_the_machine_links() -> None:
     resolved_plan = scene()
     result = simulate(resolved_plan, steady(1200, 4.0))
     outcome = compared(resolved_plan, result)
@@ -118,7 +118,7 @@ def test_a_group_runs_as_planned_over_the_links_between_its_machines() -> None:
     assert set(sent) == {("a", "c"), ("b", "c"), ("b", "a")}
 
 
-def test_layers_that_come_over_the_slowest_link_decide_when_all_is_there() -> None:
+def test_kv_transfer_of_a_group_ends_with_the_layers_over_the_slowest_link() -> None:
     """All layers over one link would take 32 / 20 as long."""
     runs = [
         simulate(scene(gbps=gbps), steady(50, 0.2), settings=SimSettings(overlap=False))
@@ -136,7 +136,7 @@ def test_layers_that_come_over_the_slowest_link_decide_when_all_is_there() -> No
     assert np.allclose(ttft[0][alone], ttft[1][alone])
 
 
-def test_a_lost_machine_is_noticed_when_its_heartbeat_is_missing_and_stays_lost() -> None:
+def test_lost_machine_is_detected_by_missed_heartbeats_and_stays_lost() -> None:
     resolved_plan, workload = scene(), steady(1200, 4.0)
     faults = parse_faults("faults: [{at_s: 100, kind: node, node: c}]", "f")
     policy = Policy(scaling="flips", window_s=30.0)
@@ -157,7 +157,7 @@ def test_a_lost_machine_is_noticed_when_its_heartbeat_is_missing_and_stays_lost(
     assert late[1] < late[0]
 
 
-def test_a_shift_to_long_prompts_flips_a_decoder() -> None:
+def test_shift_to_long_prompts_flips_a_decode_replica_of_a_group() -> None:
     resolved_plan = scene(16.0)
     arrival_s = np.arange(4800) / 16.0
     prompts = np.where(arrival_s < 100, 600, 1900)
@@ -170,7 +170,7 @@ def test_a_shift_to_long_prompts_flips_a_decoder() -> None:
     assert flips
 
 
-def test_plans_of_groups_without_flows_still_load() -> None:
+def test_group_template_without_flows_is_accepted() -> None:
     assert replace(scene().plan.templates[0], flows=()).flows == ()
 
 
@@ -223,7 +223,7 @@ def late(result: SimResult) -> int:
     return int((received & ~in_time).sum())
 
 
-def test_more_is_started_of_what_there_is_and_serves(plan: Plan) -> None:
+def test_candidate_templates_are_started_under_overload_and_serve(plan: Plan) -> None:
     own = {item.name for item in plan.templates}
     assert own == {"m: mixed 1xL4 tp1"}, "the cheap ones, of which there are few"
     alone, offered = served(replace(plan, candidates=())), served(plan)
@@ -257,7 +257,7 @@ def offer(plan_question: PlanQuestion, node: str) -> NodeOffer:
     return node_offer
 
 
-def test_the_planner_sees_the_moment_and_what_is_left() -> None:
+def test_planner_gets_current_prices_supply_and_running_deployments() -> None:
     asked: list[PlanQuestion] = []
 
     def planner(plan_question: PlanQuestion) -> Plan:
@@ -288,7 +288,7 @@ def test_the_planner_sees_the_moment_and_what_is_left() -> None:
     )
 
 
-def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:
+def test_simultaneous_market_changes_are_reported_once() -> None:
     message: list[tuple[float, MarketReported]] = []
 
     class Listening(Around):
@@ -307,7 +307,7 @@ def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:
     assert len(result.replicas) == 2, "nothing is started where there is no machine"
 
 
-def test_what_is_drained_for_a_new_plan_ends_its_answers() -> None:
+def test_replica_drained_for_a_new_plan_finishes_its_requests() -> None:
     """CORAL 5.1: an instance that goes shuts down once its requests complete, however long they take."""
     moved = closed_plan((mixed(SLOW), "east", 1))
     steady = [(float(at_s), 200, 5) for at_s in range(0, 700, 10)]

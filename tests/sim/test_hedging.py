@@ -144,7 +144,7 @@ def attained(
     return summarise(result, warm_up_s=AT_S).total.attainment
 
 
-def test_any_node_of_a_plan_with_one_to_spare_may_die() -> None:
+def test_plan_with_a_spare_node_attains_its_objective_after_any_node_loss() -> None:
     problem, plan = planned(ModelTerms(survive="node"))
     units = sum(deployment.count for deployment in plan.deployments)
     assert units >= 2
@@ -154,12 +154,12 @@ def test_any_node_of_a_plan_with_one_to_spare_may_die() -> None:
     assert min(kept) >= PROMISED
 
 
-def test_without_one_to_spare_it_would_be_missed() -> None:
+def test_plan_without_a_spare_node_misses_its_objective_after_a_node_loss() -> None:
     problem, plan = planned(NO_TERMS)
     assert attained(problem, plan, Faults((Fault(AT_S, "node", node="*"),))) < PROMISED
 
 
-def test_a_wave_that_takes_all_spot_nodes_leaves_what_was_promised() -> None:
+def test_plan_with_limited_spot_share_serves_the_rest_when_all_spot_nodes_are_lost() -> None:
     problem, plan = planned(ModelTerms(max_spot_share=0.4))
     spot = plan.nodes.get(("here", "1xA10G spot"), 0)
     assert spot > 0
@@ -170,6 +170,6 @@ def test_a_wave_that_takes_all_spot_nodes_leaves_what_was_promised() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_the_share_decides_how_much_is_spot(share: float) -> None:
+def test_spot_share_term_decides_the_use_of_spot_nodes(share: float) -> None:
     _, plan = planned(ModelTerms(max_spot_share=share))
     assert {"spot" in node for _, node in plan.nodes} == {share == 1.0}

@@ -62,7 +62,7 @@ class Slow:
 
 
 @given(OPS)
-def test_shares_like_the_slow_one_and_conserves_bytes(ops: list[Op]) -> None:
+def test_shared_pipe_equals_the_reference_and_conserves_bytes(ops: list[Op]) -> None:
     pipe, slow = SharedPipe("link", "a", "b", 10.0, 0.0), Slow(10.0)
     ends: dict[int, float] = {}
     now_s, keys = 0.0, 0
@@ -100,7 +100,7 @@ def test_shares_like_the_slow_one_and_conserves_bytes(ops: list[Op]) -> None:
     assert pipe.sent_bytes == pytest.approx(pipe.served_bytes, rel=1e-9, abs=1e-6)
 
 
-def test_two_share_and_the_second_gets_the_rest() -> None:
+def test_two_transfers_share_a_pipe_and_the_second_gets_the_rest() -> None:
     pipe = SharedPipe("link", "a", "b", 10.0, 0.0)
     pipe.start(0.0, 1, 10.0)
     pipe.start(0.0, 2, 20.0)
@@ -113,7 +113,7 @@ def test_two_share_and_the_second_gets_the_rest() -> None:
     assert (pipe.sent_bytes, pipe.busy_s) == (30.0, pytest.approx(3.0))
 
 
-def test_a_tenant_has_its_share_however_many_transfers_another_has() -> None:
+def test_tenant_gets_its_share_of_a_pipe_whatever_others_send() -> None:
     """And of one tenant's, whoever began earlier with no more to send is over no later."""
     pipe = SharedPipe("link", "a", "b", 10.0, 0.0)
     for key in range(20):
@@ -130,7 +130,7 @@ def test_a_tenant_has_its_share_however_many_transfers_another_has() -> None:
     assert pipe.sent_bytes == pytest.approx(pipe.served_bytes) == pytest.approx(218.0)
 
 
-def test_a_dead_pipe_waits_and_a_broken_off_transfer_is_counted() -> None:
+def test_transfer_on_a_dead_pipe_waits_and_its_sent_bytes_are_counted_when_aborted() -> None:
     pipe = SharedPipe("link", "a", "b", 10.0, 0.0)
     pipe.start(0.0, 1, 10.0)
     pipe.set_rate(0.5, 0.0)
@@ -160,7 +160,7 @@ def popped(events: EventQueue) -> Entry:
 
 @example([inf, None, 1.0], 0.0)
 @given(PUSH_OR_POP, st.sampled_from([0.0, 2.0**-3, 1.0, 4.0, 8.0, 2.0**20]))
-def test_order_is_that_of_one_heap(what: list[float | None], per_s: float) -> None:
+def test_event_queue_order_equals_one_heap(what: list[float | None], per_s: float) -> None:
     events, heap, now_s = EventQueue(per_s), list[tuple[float, int]](), 0.0
     for item in what:
         if item is not None:  # nothing is put down for a time that is over
@@ -175,7 +175,7 @@ def test_order_is_that_of_one_heap(what: list[float | None], per_s: float) -> No
 
 
 @given(st.integers(0, 100_000), st.floats(0.0, 1e9))
-def test_slices_are_powers_of_two_and_only_for_large_fleets(replicas: int, rate_per_s: float) -> None:
+def test_event_queue_slices_are_powers_of_two_for_large_fleets_only(replicas: int, rate_per_s: float) -> None:
     per_s = slices_per_s(replicas, rate_per_s)
     if replicas < FEW or rate_per_s <= SLOWEST_PER_S:
         assert per_s == 0.0

@@ -17,6 +17,6 @@ AMONG = (15_000, 27_000, 30_000, 33_000)  # Where the best of all thresholds are
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 8, 10])  # with t as it is while prompts wait at home: 0.86, 0.91, 0.83
-def test_a_threshold_that_moves_serves_what_the_best_for_each_width_would(seed: int) -> None:
+def test_adaptive_threshold_serves_90_percent_of_the_best_threshold_per_bandwidth(seed: int) -> None:
     shares = dropped(load(drop_per_s(), PHASE_S, seed), AMONG)
     assert min(shares) >= 0.9, shares

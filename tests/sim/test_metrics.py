@@ -79,7 +79,7 @@ request_rows = st.tuples(
 
 
 @given(st.lists(request_rows, max_size=40), st.floats(0, 60))
-def test_against_a_plain_loop(rows: list[Row], warm_up_s: float) -> None:
+def test_summary_metrics_equal_a_plain_loop_over_requests(rows: list[Row], warm_up_s: float) -> None:
     result = result_of(rows)
     summary = summarise(result, warm_up_s)
     records = result.records
@@ -128,7 +128,7 @@ def test_against_a_plain_loop(rows: list[Row], warm_up_s: float) -> None:
     assert codec.loads(RunSummary, summary.to_json(), format_name=FORMAT, version=VERSION) == summary
 
 
-def test_the_whole_time_of_an_answer_counts_where_it_is_promised() -> None:
+def test_attainment_includes_the_e2e_objective_where_there_is_one() -> None:
     slos = {MODELS[0]: Slo(2.0, 0.06, 0.9, e2e_s=1.55), MODELS[1]: Slo(0.8, 0.05)}
     rows: list[Row] = [
         (0.0, 0, 11, 1.0, 0.5, ANSWERED),
@@ -147,7 +147,7 @@ def test_the_whole_time_of_an_answer_counts_where_it_is_promised() -> None:
 
 
 @given(st.lists(request_rows, max_size=40), st.sampled_from(SCALES))
-def test_one_run_tells_the_attainment_at_every_scale(rows: list[Row], scale: float) -> None:
+def test_attainment_scan_equals_separate_runs_at_every_scale(rows: list[Row], scale: float) -> None:
     rows = [row for row in rows if row[5] != OPEN]
     slos = {MODELS[0]: Slo(2.0, 0.06, 0.9, e2e_s=3.0), MODELS[1]: Slo(0.8, 0.05)}
     result = scan(result_of(rows, slos=slos))
@@ -166,7 +166,7 @@ def test_one_run_tells_the_attainment_at_every_scale(rows: list[Row], scale: flo
                 assert (share >= level - 1e-9) == enough
 
 
-def test_by_hand() -> None:
+def test_summary_metrics_equal_hand_counts() -> None:
     rows: list[Row] = [
         (0.0, 0, 11, 1.0, 0.5, ANSWERED),  # TTFT 1 <= 2, TPOT 0.05 <= 0.06
         (10.0, 0, 11, 1.0, 0.7, ANSWERED),  # TPOT 0.07
@@ -197,7 +197,7 @@ def test_by_hand() -> None:
     assert late.total.attainment == pytest.approx(1 / 2)
 
 
-def test_without_objectives_nothing_is_judged() -> None:
+def test_requests_without_objectives_are_not_judged() -> None:
     summary = summarise(result_of([(0.0, 0, 3, 9.0, 9.0, ANSWERED)], slos={}))
     assert summary.total.attainment is None
     assert summary.total.goodput_per_s is None
@@ -206,19 +206,19 @@ def test_without_objectives_nothing_is_judged() -> None:
     assert not judge(result_of([(0.0, 0, 3, 9.0, 9.0, ANSWERED)], slos={}).records, {}, 100.0).judged.any()
 
 
-def test_all_at_one_moment_still_has_rates() -> None:
+def test_requests_at_one_instant_have_finite_rates() -> None:
     summary = summarise(result_of([(0.0, 0, 3, 1.0, 0.1, ANSWERED)] * 4))
     assert summary.total.rate_per_s == pytest.approx(4 / 100)
 
 
-def test_no_requests_at_all() -> None:
+def test_summary_of_no_requests_is_empty() -> None:
     summary = summarise(result_of([]))
     assert summary.total.requests == 0
     assert summary.total.ttft_s is None
     assert summary.total.attainment is None
 
 
-def test_a_promise_is_kept_at_exactly_its_share() -> None:
+def test_objective_holds_at_exactly_its_attainment_share() -> None:
     slo = {MODELS[0]: Slo(2.0, 1.0, 0.5)}
     rows: list[Row] = [(0.0, 0, 1, 1.0, 0.0, ANSWERED), (1.0, 0, 1, 3.0, 0.0, ANSWERED)]
     assert summarise(result_of(rows, slos=slo)).models[0].holds is True
@@ -226,7 +226,7 @@ def test_a_promise_is_kept_at_exactly_its_share() -> None:
 
 
 @given(st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=200), st.integers(1, 4))
-def test_gaps_between_tokens_against_the_gaps_themselves(gaps: list[float], replicas: int) -> None:
+def test_inter_token_latency_quantiles_are_within_one_histogram_bin(gaps: list[float], replicas: int) -> None:
     width = 2 ** (1 / 16)
     made = made_result(10, replicas)
     edges: list[dict[float, float]] = [{} for _ in range(replicas)]
@@ -247,7 +247,7 @@ def test_gaps_between_tokens_against_the_gaps_themselves(gaps: list[float], repl
 @given(
     st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=6), st.floats(0, 100), st.floats(0, 100)
 )
-def test_cost_is_the_area_under_the_rates(changes: list[tuple[float, float]], a: float, b: float) -> None:
+def test_cost_is_the_integral_of_the_rates(changes: list[tuple[float, float]], a: float, b: float) -> None:
     rates = sorted(changes)
     start_s, end_s = min(a, b), max(a, b)
     marks = sorted({start_s, end_s, *(at for at, _ in rates if start_s < at < end_s)})
@@ -259,7 +259,7 @@ def test_cost_is_the_area_under_the_rates(changes: list[tuple[float, float]], a:
     assert cost_between(rates, start_s, end_s) == pytest.approx(total, abs=1e-9)
 
 
-def test_how_busy_hardware_was() -> None:
+def test_hardware_utilization_is_summarised_by_node_type() -> None:
     result = made_result(500, 4)
     summary = summarise(result)
     by_node = {one.nodes: one for one in summary.hardware}

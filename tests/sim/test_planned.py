@@ -73,7 +73,7 @@ def found_in(
     return outcome
 
 
-def test_a_plan_that_is_followed_agrees_in_everything() -> None:
+def test_run_that_follows_its_plan_agrees_in_every_comparison() -> None:
     resolved = problem(flow_plan((prefill_only(), "east", 1), (decode_only(), "west", 1)))
     result = found_in(resolved, load(2000, 10.0, prompt=(900, 1100), output=(80, 120)))
     assert set(result) == {"served", "attainment", "rate", "flow", "busy", "link"}
@@ -84,7 +84,7 @@ def test_a_plan_that_is_followed_agrees_in_everything() -> None:
     assert link.ran > 1e9
 
 
-def test_a_replica_that_is_counted_on_and_gets_nothing_is_broken() -> None:
+def test_planned_replica_without_work_is_reported_as_broken() -> None:
     resolved = two_kinds()
     other = replace(resolved, plan=named(resolved.plan, H100=10.0))
     result = found_in(resolved, load(1000, 10.0), other)
@@ -95,7 +95,7 @@ def test_a_replica_that_is_counted_on_and_gets_nothing_is_broken() -> None:
     assert disagreements(item for part in result.values() for item in part)[0] is idle
 
 
-def test_bytes_that_were_not_planned_are_named() -> None:
+def test_link_bytes_beyond_the_plan_are_reported() -> None:
     ends = (prefill_only(), "east", 1), (decode_only(), "west", 1)
     result = found_in(problem(flow_plan(*ends, codec="int4")), load(500, 10.0), problem(flow_plan(*ends)))
     (link,) = result["link"]
@@ -103,14 +103,14 @@ def test_bytes_that_were_not_planned_are_named() -> None:
     assert link.ran > 3 * link.planned.high
 
 
-def test_a_link_that_carries_nothing_is_named() -> None:
+def test_planned_link_without_traffic_is_reported() -> None:
     ends = (prefill_only(), "east", 1), (decode_only(), "west", 1)
     result = found_in(problem(flow_plan(*ends)), load(500, 10.0), problem(closed_plan((mixed(), "east", 1))))
     (link,) = result["link"]
     assert (link.ran, link.verdict) == (0.0, "differs")
 
 
-def test_a_link_for_less_than_a_request_is_not_named() -> None:
+def test_planned_flow_below_one_request_is_not_reported() -> None:
     """What a solver leaves of a flow asks for nothing that a run could show."""
     resolved = problem(closed_plan((mixed(), "east", 1)))
     left = PlannedFlow(MODEL, 0, "east", "west", 1e-5)
@@ -119,7 +119,7 @@ def test_a_link_for_less_than_a_request_is_not_named() -> None:
     assert (link.ran, link.verdict) == (0.0, "agrees")
 
 
-def test_what_is_not_served_is_named() -> None:
+def test_unserved_requests_and_missed_attainment_are_reported() -> None:
     resolved = replace(problem(closed_plan((mixed(SLOW), "east", 1))), slos={MODEL: Slo(1.0, 0.06)})
     result = found_in(resolved, load(1500, 10.0))
     assert [item.verdict for item in result["served"] + result["attainment"]] == ["differs", "differs"]
@@ -131,14 +131,14 @@ def test_fewer_requests_than_planned_are_no_disagreement() -> None:
     assert result["rate"][0].planned.high < 3.0
 
 
-def test_a_fleet_that_changed_is_not_compared() -> None:
+def test_run_with_fleet_changes_is_not_compared_with_its_plan() -> None:
     resolved = two_kinds()
     faults = parse_faults("faults: [{at_s: 20, kind: replica, replica: '*L4*'}]", "f")
     assert compared(resolved, simulate(resolved, load(400, 5.0), faults=faults)) == ()
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.2, 5.0])
-def test_busy_lies_between_chance_and_turns(rate: float) -> None:
+def test_busy_share_lies_between_random_and_even_arrivals(rate: float) -> None:
     """With steps of one second whatever is in them, both bounds have closed forms."""
 
     class OneSecond:
@@ -177,7 +177,7 @@ def test_random_specs_run_as_planned(
         assert not wrong, (run.strategy, wrong)
 
 
-def test_specs_are_the_same_for_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_spec_is_the_same_for_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from parts import planned_specs
 
@@ -200,7 +200,7 @@ fleet:
 """
 
 
-def test_what_is_planned_is_kept_and_more_is_borne_than_decoders_bear(tmp_path: Path) -> None:
+def test_planned_network_load_is_served_in_simulation(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(SPEC)
     spec = read_spec(path)
@@ -249,7 +249,7 @@ def scene(problem: PlanningProblem, plan: Plan) -> ResolvedPlan:
 
 @pytest.mark.parametrize("strategy", ["prfaas", "cauchy"])
 @pytest.mark.parametrize("gbps", [10.0, 2.0, 1.0])
-def test_smooth_arrivals_at_the_planned_rate_keep_the_promise(strategy: str, gbps: float) -> None:
+def test_evenly_spaced_arrivals_at_the_planned_rate_attain_the_objective(strategy: str, gbps: float) -> None:
     problem = a_problem(gbps)
     plan = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(time_limit_s=10)).plan
     assert plan.fraction == 1.0
@@ -267,7 +267,7 @@ def test_smooth_arrivals_at_the_planned_rate_keep_the_promise(strategy: str, gbp
             assert link.busy_s <= 0.87 * result.end_s
 
 
-def test_what_the_cards_cannot_carry_is_not_planned() -> None:
+def test_plan_does_not_exceed_the_bandwidth_of_network_cards() -> None:
     """With cards of 1 Gbps and KV as it is, 60 requests a second need 70 Gbps."""
     problem = replace(a_problem(1.0, rate_per_s=60.0), codecs=("fp16",))
     plan = STRATEGIES["prfaas"](TemplateFactory(problem), SolveSettings(time_limit_s=10)).plan
@@ -281,7 +281,7 @@ def test_what_the_cards_cannot_carry_is_not_planned() -> None:
     assert codecs_of(more)["chat"] != "fp16"
 
 
-def test_a_codec_is_used_only_where_it_saves_something() -> None:
+def test_lossy_codec_is_planned_only_where_it_lowers_the_cost() -> None:
     wide, thin = a_problem(100.0), a_problem(4.0)
     plans = [
         STRATEGIES["prfaas"](TemplateFactory(p), SolveSettings(time_limit_s=10)).plan for p in (wide, thin)
@@ -296,7 +296,7 @@ def test_a_codec_is_used_only_where_it_saves_something() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["homo", "cauchy"])
-def test_the_two_regions_of_the_examples_keep_their_promise(strategy: str) -> None:
+def test_two_region_example_attains_its_objectives_in_simulation(strategy: str) -> None:
     spec = read_spec(EXAMPLES / "two-regions.yaml")
     problem = load_problem(spec, 0.8, None, (), 0.0)
     plan = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(time_limit_s=10)).plan

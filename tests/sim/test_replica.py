@@ -75,7 +75,7 @@ def bounds(rng: Random) -> BatchLimits:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "roofline", "pipeline"])
-def test_jumping_and_stepping_give_the_same_life(name: str) -> None:
+def test_fast_forwarded_replica_equals_one_stepped_singly(name: str) -> None:
     table, preempted, jumped, stepped = tables()[name], 0, 0, 0
     step_s = table.step_s((), 4, 400)
     for seed in range(SCENARIOS * {"plain": 8, "roofline": 1, "pipeline": 1}[name] // 10):
@@ -104,7 +104,7 @@ def test_jumping_and_stepping_give_the_same_life(name: str) -> None:
     assert jumped < stepped / 3
 
 
-def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
+def test_lone_request_takes_its_prefill_and_decode_steps() -> None:
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM"), 1)
     sim_engine = SimEngine(step_table(timer), BatchLimits(10_000))
     sim_engine.add(1.0, 0, 1155, 0, 211)
@@ -118,7 +118,7 @@ def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
     assert (sim_engine.computed_tokens, sim_engine.decoded_tokens, sim_engine.used_blocks) == (1155, 210, 0)
 
 
-def test_an_arrival_waits_for_the_step_under_way() -> None:
+def test_arriving_request_waits_for_the_running_step() -> None:
     sim_engine = SimEngine(step_table(Plain()), BatchLimits(1000))
     sim_engine.add(0.0, 0, 100, 0, 50)
     [(first_s, kind, _)] = sim_engine.advance(sim_engine.wake_s)
@@ -132,7 +132,7 @@ def test_an_arrival_waits_for_the_step_under_way() -> None:
     assert result[0][0] == pytest.approx(first_s + step_s + beside_s)
 
 
-def test_a_question_changes_nothing() -> None:
+def test_replica_status_query_does_not_change_the_simulation() -> None:
     asked, left_alone = (SimEngine(step_table(Plain()), BatchLimits(1000)) for _ in range(2))
     for sim_engine in (asked, left_alone):
         sim_engine.add(0.0, 0, 100, 0, 200)
@@ -144,7 +144,7 @@ def test_a_question_changes_nothing() -> None:
     assert result[-1][0] == pytest.approx(left_alone.advance(1e9)[-1][0], rel=1e-12)
 
 
-def test_a_slow_replica_is_slow_from_the_next_step_on() -> None:
+def test_replica_slowdown_applies_from_the_next_step() -> None:
     sim_engine = SimEngine(step_table(Plain()), BatchLimits(1000))
     sim_engine.add(0.0, 0, 100, 0, 11)
     first_s = sim_engine.advance(sim_engine.wake_s)[0][0]
@@ -161,7 +161,7 @@ def token_counts(sim_engine: SimEngine) -> Floats:
     return counts
 
 
-def test_gaps_count_every_token_but_the_first() -> None:
+def test_token_gaps_are_counted_for_every_token_but_the_first() -> None:
     sim_engine = SimEngine(step_table(Plain()), replica_limits(step_table(Plain()), 1000))
     for key in range(5):
         sim_engine.add(0.01 * key, key, 50, 0, 20)
@@ -174,7 +174,7 @@ def test_gaps_count_every_token_but_the_first() -> None:
     assert 0.004 < mean_s < last_s / 10
 
 
-def test_a_preempted_request_has_one_long_gap() -> None:
+def test_preempted_request_has_one_long_token_gap() -> None:
     limits = BatchLimits(20, token_budget=512, max_running=8, spare_blocks=0)
     sim_engine = SimEngine(step_table(Plain()), limits)
     for key in range(2):
@@ -233,7 +233,7 @@ def waits_s(gaps_s: Floats, service_s: float) -> Floats:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.8, 0.95])
-def test_one_slot_of_fixed_service_is_the_single_server_queue(load: float) -> None:
+def test_replica_with_one_slot_equals_a_single_server_queue(load: float) -> None:
     gaps_s = np.random.default_rng(1).exponential(1.0 / load, 20_000)
     arrivals_s = np.cumsum(gaps_s)
     ours = ends_s(arrivals_s.tolist(), [1] * len(gaps_s), 1, 1.0) - arrivals_s - 1.0
@@ -241,13 +241,13 @@ def test_one_slot_of_fixed_service_is_the_single_server_queue(load: float) -> No
 
 
 @pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
-def test_that_queue_waits_as_m_d_1(load: float) -> None:
+def test_single_server_queue_waits_equal_m_d_1(load: float) -> None:
     gaps_s = np.random.default_rng(2).exponential(1.0 / load, 6_000_000)
     assert waits_s(gaps_s, 1.0).mean() == pytest.approx(load / (2.0 * (1.0 - load)), rel=0.01)
 
 
 @pytest.mark.parametrize(("slots", "load"), [(1, 0.7), (3, 0.5), (3, 0.9), (16, 0.9)])
-def test_slots_are_servers_behind_one_queue(slots: int, load: float) -> None:
+def test_replica_slots_equal_servers_behind_one_queue(slots: int, load: float) -> None:
     """A request may find a step under way and wait for its end; whoever queues behind it waits no longer."""
     rng, mean_steps = np.random.default_rng(3), 50
     step_s = 1.0 / mean_steps
@@ -260,7 +260,7 @@ def test_slots_are_servers_behind_one_queue(slots: int, load: float) -> None:
 
 
 @pytest.mark.parametrize(("servers", "load"), [(2, 0.5), (4, 0.7)])
-def test_those_servers_wait_as_m_m_c(servers: int, load: float) -> None:
+def test_multi_server_queue_waits_equal_m_m_c(servers: int, load: float) -> None:
     rng, count, mean_steps = np.random.default_rng(4), 400_000, 400
     arrivals_s = np.cumsum(rng.exponential(1.0 / (load * servers), count))
     services_s = rng.geometric(1.0 / mean_steps, count) / mean_steps
@@ -323,13 +323,13 @@ def mean_ttft_s(policy: Policy, long_share: float) -> float:
     return float(waits.mean())
 
 
-def test_a_queue_in_the_prefill_cluster_is_relieved() -> None:
+def test_threshold_adaptation_relieves_a_queue_in_the_prefill_cluster() -> None:
     moved = mean_ttft_s(Policy(balance="goodput", admission=False), 0.6)
     fixed = mean_ttft_s(Policy(balance="goodput", admission=False, adapt_threshold=False), 0.6)
     assert moved < fixed / 2
 
 
-def test_a_cluster_that_keeps_up_is_left_alone() -> None:
+def test_threshold_adaptation_changes_nothing_without_a_queue() -> None:
     moved = mean_ttft_s(Policy(balance="goodput", admission=False), 0.1)
     fixed = mean_ttft_s(Policy(balance="goodput", admission=False, adapt_threshold=False), 0.1)
     assert abs(moved - fixed) < 0.1 * fixed

@@ -73,7 +73,7 @@ def report(result: SimResult, title: str = "A run") -> str:
     return html(summarise(result), result, title)
 
 
-def test_it_has_everything_and_closes_every_tag() -> None:
+def test_report_has_every_section_and_closes_every_tag() -> None:
     text = " ".join(parsed(report(made_result(3000, 9))).text)
     titles = "Models, Latency, Rate and goodput, Replicas, Busy time, Queue, Links, Cost, Faults, Hardware"
     for words in f"{titles}, TTFT, TPOT, TBT, end to end, SLO attainment, Goodput".split(", "):
@@ -81,21 +81,21 @@ def test_it_has_everything_and_closes_every_tag() -> None:
     assert "replica <4> lost" in text
 
 
-def test_nothing_is_fetched() -> None:
+def test_report_loads_no_external_resources() -> None:
     text = report(made_result(500, 3))
     assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"}
     for word in ("src=", "href=", "@import", "url(", "fetch(", "XMLHttpRequest", "import("):
         assert word not in text
 
 
-def test_figures_in_the_drawing_are_numbers() -> None:
+def test_report_drawing_has_only_finite_numbers() -> None:
     for name, value in parsed(report(made_result(500, 12))).attributes:
         if name in ("d", "x", "y", "width", "height", "viewbox"):
             assert not re.search(r"nan|inf|none", value.lower()), (name, value)
 
 
 @pytest.mark.parametrize(("requests", "replicas"), [(100_000, 1000), (2000, ROWS), (2000, ROWS + 1)])
-def test_it_stays_small_however_large_the_run(requests: int, replicas: int) -> None:
+def test_report_stays_below_one_megabyte_for_large_runs(requests: int, replicas: int) -> None:
     assert len(report(made_result(requests, replicas)).encode()) < 1_000_000
     run_series = series(made_result(1000, replicas))
     assert len(run_series.bands) <= ROWS
@@ -103,7 +103,7 @@ def test_it_stays_small_however_large_the_run(requests: int, replicas: int) -> N
     assert len(run_series.utilisation.cells) <= ROWS + 4
 
 
-def test_names_do_no_harm() -> None:
+def test_report_escapes_names() -> None:
     bad = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
     made = made_result(300, 3)
     replicas = tuple(replace(one, id=bad + one.id, region=bad, model=bad) for one in made.replicas)
@@ -119,7 +119,7 @@ def test_names_do_no_harm() -> None:
     assert any(json.loads(value)["lines"][0][0] == bad for value in hovers if "lines" in json.loads(value))
 
 
-def test_it_draws_whatever_is_there() -> None:
+def test_report_is_drawn_for_runs_with_missing_parts() -> None:
     made = made_result(300, 3)
     nothing = replace(
         made.records, outcome=np.full(300, OPEN, dtype=np.int8), first_token_s=np.full(300, np.nan)
@@ -136,11 +136,11 @@ def test_it_draws_whatever_is_there() -> None:
         parsed(report(result))
 
 
-def test_the_same_run_gives_the_same_bytes() -> None:
+def test_report_of_the_same_run_has_the_same_bytes() -> None:
     assert report(made_result(400, 5)) == report(made_result(400, 5))
 
 
-def test_series_count_every_request_and_every_dollar() -> None:
+def test_report_series_count_every_request_and_cost() -> None:
     result = made_result(5000, 6)
     run_series = series(result)
     width_s = run_series.edges_s[1]
@@ -156,7 +156,7 @@ def test_series_count_every_request_and_every_dollar() -> None:
     assert sum(run_series.cost_usd_per_h) / 3600 * width_s == pytest.approx(result.cost_usd)
 
 
-def test_utilisation_between_samples_adds_up_to_the_busy_time() -> None:
+def test_report_utilization_cells_add_up_to_the_busy_time() -> None:
     result = made_result(2000, 6, samples=37)
     heat_map = series(result).utilisation
     assert heat_map is not None
@@ -185,7 +185,7 @@ def test_utilisation_between_samples_adds_up_to_the_busy_time() -> None:
     assert sum(whole) * result.end_s / BINS == pytest.approx(float(busy_s[-1]) - skipped_s, rel=0.01)
 
 
-def test_lanes_follow_a_replicas_life() -> None:
+def test_report_bands_follow_the_states_of_a_replica() -> None:
     life = bands([made_replica(4, 100.0)], 100.0)[0]
     assert life.spans == ((0.0, 2.0, "starting", "decode"), (2.0, 60.0, "ready", "decode"))
     assert life.lost_s == 60.0
@@ -204,14 +204,14 @@ def test_lanes_follow_a_replicas_life() -> None:
     assert {one.id for one in most} <= shown
 
 
-def test_a_curve_is_the_distribution() -> None:
+def test_report_curve_equals_the_value_distribution() -> None:
     values = np.random.default_rng(0).lognormal(0, 1, 10_000)
     for x, share in curve(values):
         assert (values <= x).mean() == pytest.approx(share, abs=2e-4)
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 12))
-def test_ticks_are_round_and_inside(low: float, span: float, about: int) -> None:
+def test_axis_ticks_are_few_and_inside_the_range(low: float, span: float, about: int) -> None:
     span = max(span, abs(low) * 1e-8)  # a finer axis would be finer than numbers of that size are
     high = low + span
     ticks = nice_ticks(low, high, about)
@@ -220,7 +220,7 @@ def test_ticks_are_round_and_inside(low: float, span: float, about: int) -> None
 
 
 @given(st.floats(1e-5, 1e3), st.floats(1.5, 1e5))
-def test_logarithmic_ticks_are_inside(low: float, factor: float) -> None:
+def test_logarithmic_axis_ticks_are_inside_the_range(low: float, factor: float) -> None:
     ticks = log_ticks(low, low * factor)
     assert ticks
     assert ticks == sorted(ticks)
@@ -228,14 +228,14 @@ def test_logarithmic_ticks_are_inside(low: float, factor: float) -> None:
 
 
 @given(st.floats(1e-3, 1e7))
-def test_times_have_few_distinct_ticks(end_s: float) -> None:
+def test_time_axis_ticks_are_few_distinct_and_inside_the_run(end_s: float) -> None:
     ticks = time_ticks(end_s)
     assert 1 <= len(ticks) <= 13
     assert len({label for _, label in ticks}) == len(ticks)
     assert all(0 <= tick[0] <= end_s * (1 + 1e-9) for tick in ticks)
 
 
-def test_words_for_numbers() -> None:
+def test_report_numbers_are_formatted_with_units() -> None:
     assert [moment(at) for at in (0, 45, 60, 150, 5400, 86400, 90000)] == [
         "0", "45 s", "1 min", "2:30 min", "1:30 h", "1 d", "1:01 d",
     ]  # fmt: skip

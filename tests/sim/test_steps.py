@@ -73,7 +73,7 @@ def as_steps(made: list[Made]) -> StepBatch:
 
 
 @pytest.mark.parametrize("case", [*CASES, None], ids=str)
-def test_a_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
+def test_step_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
     source = unlike() if case is None else timer(*case)
     table, made = StepTable(source.unlaunched, source.least_s), list(random_steps(600, 1))
     error = np.abs(np.array([table.step_s(*item) for item in made]) / source.step_s(as_steps(made)) - 1.0)
@@ -91,7 +91,7 @@ def test_a_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
     assert error.mean() < 0.005
 
 
-def test_a_table_of_something_linear_is_exact() -> None:
+def test_step_table_of_a_linear_timer_is_exact() -> None:
     class Linear:
         confidence: Confidence = "assumed"
 
@@ -122,14 +122,14 @@ rows = st.builds(
 
 
 @given(rows, st.integers(0, 5000), st.integers(1, 400))
-def test_a_run_is_the_sum_of_its_steps(row: DecodeRow, mean: int, count: int) -> None:
+def test_step_run_time_is_the_sum_of_its_steps(row: DecodeRow, mean: int, count: int) -> None:
     context = mean * row.count + mean % row.count
     apart = sum(row.step_s(context + i * row.count) for i in range(count))
     assert row.run_s(context, count) == pytest.approx(apart, rel=1e-11)
 
 
 @given(rows, st.integers(0, 5000), st.integers(1, 400), st.floats(-0.2, 1.2))
-def test_a_cut_is_at_the_first_step_that_lasts_so_long(
+def test_step_run_is_cut_at_the_first_step_that_reaches_the_time(
     row: DecodeRow, mean: int, most: int, share: float
 ) -> None:
     context = mean * row.count
@@ -143,7 +143,7 @@ def test_a_cut_is_at_the_first_step_that_lasts_so_long(
         assert row.run_s(context, count - 1) < seconds
 
 
-def test_one_node_needs_no_rounds() -> None:
+def test_only_a_pipeline_uses_a_round_table() -> None:
     single = Layout((Stage(32, (StageNode("1xA10", 1),)),))
     plain = pipeline(models.model("Llama-3.1-8B"), single, {"1xA10": nodes.node_type("1xA10")})
     assert isinstance(step_table(plain), StepTable)
@@ -151,7 +151,7 @@ def test_one_node_needs_no_rounds() -> None:
     assert step_table(unlike()).lanes == 3
 
 
-def test_a_lone_prompt_takes_the_latency_and_a_full_pipeline_the_pace() -> None:
+def test_lone_prompt_takes_pipeline_latency_and_full_lanes_take_its_interval() -> None:
     source = unlike()
     table = step_table(source)
     one = steps(1000.0)
@@ -171,7 +171,7 @@ def test_a_lone_prompt_takes_the_latency_and_a_full_pipeline_the_pace() -> None:
         ([(64, 64)] * 5, [1200]),
     ],
 )
-def test_an_engine_that_pretends_takes_the_same_rounds(
+def test_emulated_engine_rounds_equal_the_simulated_step_time(
     chunks: list[tuple[int, int]], contexts: list[int]
 ) -> None:
     source = unlike()
@@ -184,7 +184,7 @@ def test_an_engine_that_pretends_takes_the_same_rounds(
 
 
 @pytest.mark.parametrize("decodes", [1, 2, 3, 7, 60])
-def test_decodes_spread_over_the_lanes(decodes: int) -> None:
+def test_decodes_are_spread_evenly_over_pipeline_lanes(decodes: int) -> None:
     source = unlike()
     table = step_table(source)
     parts = [decodes // 3 + (lane < decodes % 3) for lane in range(3)]
@@ -258,13 +258,15 @@ def rounds_per_s(timer: PipelineTimer, requests: int) -> float:
     ],
     ids=["two", "three", "alike", "unlike, the other binds", "unlike and binding"],
 )
-def test_rounds_are_what_stages_give(stages: tuple[tuple[int, str], ...], requests: int) -> None:
+def test_pipeline_rounds_equal_the_rate_of_simulated_stages(
+    stages: tuple[tuple[int, str], ...], requests: int
+) -> None:
     timer = a_pipeline(*stages)
     assert rounds_per_s(timer, requests) == pytest.approx(by_stage_per_s(timer, requests), rel=0.04)
 
 
 @pytest.mark.parametrize("stages", [((24, "L4+A10"), (8, "L40S")), ((26, "L4+A100-80"), (6, "L4"))])
-def test_where_a_slow_node_shares_a_stage_rounds_are_too_slow_never_too_fast(
+def test_round_rate_of_stages_with_slow_nodes_is_a_lower_bound(
     stages: tuple[tuple[int, str], ...],
 ) -> None:
     """All lanes of a round wait for the one on the slowest node; really the others go on."""

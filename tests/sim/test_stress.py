@@ -75,7 +75,7 @@ def refusals_s(result: SimResult) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("factor", [1.5, 3.0, 5.0])
-def test_overload_leaves_as_many_good_answers_as_there_is_capacity(factor: float) -> None:
+def test_overload_keeps_goodput_near_capacity_and_refuses_requests_on_arrival(factor: float) -> None:
     """Nearly all that are refused are so when they come, and long prompts as often as short ones."""
     workload = chat(factor * CAPACITY_PER_S, 40.0)
     result = served(four(), workload)
@@ -86,19 +86,19 @@ def test_overload_leaves_as_many_good_answers_as_there_is_capacity(factor: float
     assert workload.prompt_tokens[refused].mean() <= 1.1 * workload.prompt_tokens[~refused].mean()
 
 
-def test_after_a_burst_all_is_well_at_once() -> None:
+def test_attainment_recovers_soon_after_a_burst() -> None:
     parts = [chat(36.0, 5.0), chat(360.0, 12.0, seed=4, start_s=5.0), chat(36.0, 30.0, seed=5, start_s=17.0)]
     result = served(four(), merge(parts))
     assert good_per_s(result, 5.0, 17.0) >= 0.75 * CAPACITY_PER_S
     assert attainment(result, 27.0, 47.0) >= 0.95
 
 
-def test_a_slow_replica_gets_as_much_as_it_can_do() -> None:
+def test_slow_replica_does_not_lower_attainment() -> None:
     slow = Fault(0.0, "slow", replica="*#0/0", factor=2.0)
     assert attainment(served(four(), chat(0.75 * CAPACITY_PER_S, 60.0), slow)) >= 0.95
 
 
-def test_wrong_weights_do_not_drown_the_small_gpus() -> None:
+def test_wrong_capacity_weights_do_not_overload_small_gpus() -> None:
     plan = closed_plan((alone(FAST, 24.0), "east", 2), (alone(SLOW, 2.7), "east", 4))
     assert attainment(served(plan, chat(40.0, 60.0))) >= 0.95
 
@@ -112,7 +112,7 @@ def flooded(span_s: float, flooder: str) -> tuple[SimResult, Mask]:
     return served(four(), load), load.prompt_tokens != 14_000
 
 
-def test_a_flood_of_one_tenant_does_not_drown_another() -> None:
+def test_flooding_tenant_does_not_lower_attainment_of_another() -> None:
     """Its tokens come hardly later than when it is alone, and the flooder gets what that leaves: 2 answers a second
     once replicas are set apart for it, half of what the fleet would have to spare if pace did not matter."""
     result, hers = flooded(40.0, "flooder")
@@ -124,13 +124,13 @@ def test_a_flood_of_one_tenant_does_not_drown_another() -> None:
     assert good[settled].sum() >= 2.0 * 30.0
 
 
-def test_long_prompts_alone_keep_their_pace() -> None:
+def test_long_prompts_alone_are_served_at_their_rate() -> None:
     """They fill the memory long before the batch; how fast their answers are is learned then, too."""
     flood = workload(MODEL, np.arange(320) / 8.0, np.full(320, 14_000), np.full(320, 200))
     assert met(served(four(), flood)).sum() >= 0.85 * 320
 
 
-def test_a_flood_of_a_link_leaves_another_tenant_its_share() -> None:
+def test_flood_of_transfers_leaves_another_tenant_its_link_share() -> None:
     """One asks for 1.7 of a link, the other's chat for 0.3 of it; nobody is sent elsewhere."""
     plan = flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2))
     flood = workload(MODEL, np.arange(300) / 10.0, np.full(300, 4_000), np.full(300, 50))
@@ -141,7 +141,7 @@ def test_a_flood_of_a_link_leaves_another_tenant_its_share() -> None:
     assert result.records.streamed_tokens[~hers].sum() == 300 * 50
 
 
-def test_a_link_that_is_slow_is_no_worse_than_one_that_is_dead() -> None:
+def test_slow_link_lowers_attainment_no_more_than_a_dead_one() -> None:
     plan = flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2))
     workload = chat(14.0, 40.0)
     kept = {}
@@ -153,7 +153,7 @@ def test_a_link_that_is_slow_is_no_worse_than_one_that_is_dead() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 3])
-def test_going_to_the_prefix_is_sooner_than_taking_turns(seed: int) -> None:
+def test_prefix_aware_routing_has_lower_ttft_than_round_robin(seed: int) -> None:
     rng = np.random.default_rng(seed)
     prompts = rng.integers(4_000, 20_000, 400)
     made = workload(MODEL, np.cumsum(rng.exponential(1 / 9.0, 400)), prompts, rng.integers(1, 200, 400))
@@ -187,7 +187,7 @@ def losses() -> list[tuple[str, Plan, Sequence[Fault]]]:
 
 
 @pytest.mark.parametrize(("name", "plan", "faults"), losses(), ids=[name for name, _, _ in losses()])
-def test_what_was_taken_on_is_answered_while_capacity_is_left(
+def test_admitted_requests_are_answered_while_capacity_remains_after_losses(
     name: str, plan: Plan, faults: Sequence[Fault]
 ) -> None:
     result = served(plan, chat(14.0 if name == "links" else 160.0, 15.0), *faults)
@@ -195,7 +195,7 @@ def test_what_was_taken_on_is_answered_while_capacity_is_left(
     assert (result.records.outcome != REFUSED).all()
 
 
-def test_only_replicas_with_a_change_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_replicas_are_checked_again_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who had no room is not asked again until something changes there, and all goes as if everybody were asked."""
     if not (capacity.__file__ or "").endswith(".py"):
         pytest.skip("compiled: its methods cannot be counted")

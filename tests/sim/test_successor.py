@@ -131,7 +131,7 @@ PLANS = {
 
 @pytest.mark.parametrize("every", [7, 50])
 @pytest.mark.parametrize("name", PLANS)
-def test_every_request_is_answered_whoever_decides(name: str, every: int) -> None:
+def test_successor_brains_answer_every_request_once(name: str, every: int) -> None:
     """The simulator's own books must balance as well; `simulate` sees to that."""
     minds: list[Mortal] = []
 
@@ -151,7 +151,7 @@ def test_every_request_is_answered_whoever_decides(name: str, every: int) -> Non
         assert (replica.open_requests, replica.open_prefill_tokens, replica.open_context_tokens) == (0, 0, 0)
 
 
-def test_a_log_with_an_adoption_in_it_replays() -> None:
+def test_log_with_adopted_requests_replays() -> None:
     """The successor's own log: what it was told, adoptions included, gives the same actions again."""
     plan, policy = PLANS["combo"], Policy()
     replica_models = ReplicaModels(problem(plan))

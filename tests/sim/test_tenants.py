@@ -41,7 +41,7 @@ def two_tenants() -> Workload:
     return merge([chat, labelled(alike(60, 6.0, 7000, 100), "flood", "batch")])
 
 
-def test_labels_survive_a_trace(tmp_path: Path) -> None:
+def test_tenant_class_and_deadline_labels_survive_a_trace_file(tmp_path: Path) -> None:
     workload = two_tenants()
     path = tmp_path / "trace.jsonl"
     write_trace(to_trace(workload), path, "mooncake")
@@ -54,7 +54,7 @@ def test_labels_survive_a_trace(tmp_path: Path) -> None:
     assert again.labels.wait_s == pytest.approx(workload.labels.wait_s, abs=1e-3)
 
 
-def test_csv_traces_may_have_labels_and_complain_with_their_line(tmp_path: Path) -> None:
+def test_csv_trace_labels_are_read_and_refused_by_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     head = "TIMESTAMP,ContextTokens,GeneratedTokens,Tenant,Class,Deadline ms\n"
     path.write_text(head + "2024-01-01 00:00:00,10,5,a,batch,1500\n2024-01-01 00:00:01,10,5,,,\n")
@@ -71,7 +71,7 @@ def test_csv_traces_may_have_labels_and_complain_with_their_line(tmp_path: Path)
         load_trace(path)
 
 
-def test_a_flood_of_another_tenant_harms_nobody_and_all_is_told_by_tenant_and_class() -> None:
+def test_summary_by_tenant_and_class_shows_no_harm_from_a_flooding_tenant() -> None:
     problem = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 2)))
     workload, log = two_tenants(), io.StringIO()
     summary = summarise(simulate(problem, workload, Policy(tenants=(Tenant("chat", 2.0),)), log=log))
@@ -87,7 +87,7 @@ def test_a_flood_of_another_tenant_harms_nobody_and_all_is_told_by_tenant_and_cl
     assert replay(log, Brain).difference == ""
 
 
-def test_overload_is_refused_and_the_rest_is_served_in_time() -> None:
+def test_admission_refuses_overload_and_serves_the_rest_in_time() -> None:
     problem = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 1)))
     workload = alike(1500, 75.0, 1155, 211)
     summaries = [
@@ -144,7 +144,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Codec]]:
     st.booleans(),
     st.sampled_from((0, 3)),
 )
-def test_whatever_fails_and_is_done_again_exact_requests_cross_whole(
+def test_exact_requests_are_transferred_in_fp16_despite_faults_and_retries(
     name: str, codec: Codec, seed: int, faults: bool, blocks: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +157,7 @@ def test_whatever_fails_and_is_done_again_exact_requests_cross_whole(
     assert {message for must, message in seen if not must} <= {codec, "fp16"}
 
 
-def test_exact_requests_weigh_what_they_weigh_where_nothing_is_lossy() -> None:
+def test_exact_requests_have_full_transfer_sizes() -> None:
     work = load(COUNT, 4.0)
     plan, exact = PLANS["remote"], np.arange(COUNT) % 2 == 0
     whole = simulate(problem(plan), work).records.wire_bytes
@@ -169,7 +169,7 @@ def test_exact_requests_weigh_what_they_weigh_where_nothing_is_lossy() -> None:
 
 @interpreted
 @pytest.mark.parametrize("name", ["combo", "local"])
-def test_what_came_in_fewer_bits_is_kept_for_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_received_lossy_is_not_kept_as_a_prefix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that got a prompt's KV whole keeps it as a prefix; one that got it in four bits does not."""
     kept: set[str] = set()
     keep = SimReplica.keep

@@ -68,14 +68,14 @@ def gap_cv(times: NDArray[np.float64]) -> float:
 
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
-def test_gaps_have_the_rate_and_variation_asked_for(cv: float) -> None:
+def test_gamma_arrivals_have_the_requested_rate_and_variation(cv: float) -> None:
     times = arrivals.gamma(rng(), 20.0, cv, MANY)
     # The mean of n gaps has a standard error of cv / sqrt(n): five of them.
     assert len(times) / times[-1] == pytest.approx(20.0, rel=5 * cv / MANY**0.5 + 1e-9)
     assert gap_cv(times) == pytest.approx(cv, rel=0.05, abs=1e-9)
 
 
-def test_poisson_counts_are_as_dispersed_as_they_should_be() -> None:
+def test_poisson_arrival_counts_have_unit_dispersion() -> None:
     counts = np.bincount((arrivals.gamma(rng(), 20.0, 1.0, MANY) // 5.0).astype(int))[:-1]
     assert counts.var() / counts.mean() == pytest.approx(1.0, abs=5 * (2 / len(counts)) ** 0.5)
 
@@ -85,7 +85,7 @@ def test_poisson_counts_are_as_dispersed_as_they_should_be() -> None:
     st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     st.integers(0, 99),
 )
-def test_a_curve_stays_in_its_steps(rates: list[float], cv: float, seed: int) -> None:
+def test_rate_curve_arrivals_stay_within_their_steps(rates: list[float], cv: float, seed: int) -> None:
     times = arrivals.curve(rng(seed), rates, 60.0, cv)
     assert (np.diff(times) >= 0).all()
     counts = (
@@ -100,7 +100,7 @@ def test_a_curve_stays_in_its_steps(rates: list[float], cv: float, seed: int) ->
         assert rate > 0 or count == 0
 
 
-def test_a_trace_is_stretched_to_its_rate_and_keeps_its_pattern() -> None:
+def test_stretched_trace_has_its_rate_and_keeps_its_pattern() -> None:
     times = arrivals.gamma(rng(), 3.0, 2.0, 5000) + 1e6
     scaled = arrivals.stretched(times, 12.0)
     assert (len(scaled) - 1) / (scaled[-1] - scaled[0]) == pytest.approx(12.0)
@@ -109,7 +109,7 @@ def test_a_trace_is_stretched_to_its_rate_and_keeps_its_pattern() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.7, 3.0, 4.0, 10.0])
-def test_a_superposed_trace_has_its_requests_as_often_as_the_rate_says(rate: float) -> None:
+def test_superposed_trace_repeats_requests_in_proportion_to_the_rate(rate: float) -> None:
     times = arrivals.gamma(rng(1), 3.0, 2.0, 20_000)
     own = (len(times) - 1) / (times[-1] - times[0])
     chosen, when = arrivals.superposed(rng(2), times, rate)
@@ -122,13 +122,13 @@ def test_a_superposed_trace_has_its_requests_as_often_as_the_rate_says(rate: flo
     assert when[-1] <= (times[-1] - times[0]) * len(times) / (len(times) - 1)
 
 
-def test_superposing_smooths_and_stretching_does_not() -> None:
+def test_superposing_a_trace_smooths_it_and_stretching_does_not() -> None:
     times = arrivals.gamma(rng(1), 2.0, 5.0, 20_000)
     assert gap_cv(arrivals.stretched(times, 40.0)) == pytest.approx(gap_cv(times))
     assert gap_cv(arrivals.superposed(rng(), times, 40.0)[1]) < 0.7 * gap_cv(times)
 
 
-def test_a_short_trace_is_repeated_at_its_own_rate() -> None:
+def test_short_trace_is_repeated_at_its_own_rate() -> None:
     times = np.array([5.0, 6.0, 8.0])
     chosen, when = arrivals.repeated(times, 7)
     assert chosen.tolist() == [0, 1, 2, 0, 1, 2, 0]
@@ -148,7 +148,7 @@ LAWS: list[Law] = [
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_drawn_lengths_have_the_mean_that_the_law_says(law: Law) -> None:
+def test_drawn_lengths_have_the_mean_of_their_distribution(law: Law) -> None:
     drawn = draw_law(rng(), law, MANY)
     error = drawn.std() / MANY**0.5 + 1e-9
     assert drawn.mean() == pytest.approx(law.mean_tokens, abs=5 * error)
@@ -156,14 +156,14 @@ def test_drawn_lengths_have_the_mean_that_the_law_says(law: Law) -> None:
 
 
 @pytest.mark.parametrize("law", [law for law in LAWS if isinstance(law, LogNormal)])
-def test_the_mean_of_a_cut_lognormal_against_a_sum(law: LogNormal) -> None:
+def test_truncated_lognormal_mean_equals_a_numeric_sum(law: LogNormal) -> None:
     z = np.linspace(-9, 9, 2_000_001)
     x, density = np.exp(law.mu + law.sigma * z), np.exp(-z * z / 2)
     inside = (x >= law.low_tokens) & (x <= law.high_tokens)
     assert law.mean_tokens == pytest.approx((x * density)[inside].sum() / density[inside].sum(), rel=1e-3)
 
 
-def test_bounds_hold_even_where_little_of_the_law_is_left() -> None:
+def test_drawn_lengths_stay_within_bounds_of_small_probability() -> None:
     log_normal = LogNormal(0.0, 1.0, 30, 60)
     assert log_normal.mass < 1e-3
     drawn = draw_law(rng(), log_normal, 2_000)
@@ -173,7 +173,7 @@ def test_bounds_hold_even_where_little_of_the_law_is_left() -> None:
         LogNormal(0.0, 1.0, 1e6, 1e7)
 
 
-def test_quantiles_come_back() -> None:
+def test_drawn_lengths_reproduce_the_quantiles() -> None:
     law = Quantiles(((0.0, 10.0), (0.5, 100.0), (0.99, 500.0), (1.0, 9000.0)))
     drawn = draw_law(rng(), law, MANY)
     for level, tokens in law.points:
@@ -181,14 +181,14 @@ def test_quantiles_come_back() -> None:
         assert (drawn <= tokens).mean() == pytest.approx(level, abs=5 * error + 1 / 180)
 
 
-def test_bins_keep_lengths_together() -> None:
+def test_binned_lengths_keep_prompt_and_output_together() -> None:
     bins = Binned((LengthBin(100, 7, 0.25), LengthBin(900, 3, 0.75)))
     prompt, output = draw(rng(), bins, MANY)
     assert set(zip(prompt.tolist(), output.tolist(), strict=True)) == {(100, 7), (900, 3)}
     assert (prompt == 900).mean() == pytest.approx(0.75, abs=0.01)
 
 
-def test_the_same_seed_gives_the_same_and_parts_do_not_disturb_each_other() -> None:
+def test_workload_is_the_same_for_the_same_seed_and_parts_are_independent() -> None:
     one, same, other = (synthetic("m", CHAT, 5, 1000, seed) for seed in (1, 1, 2))
     assert (one.arrival_s == same.arrival_s).all()
     assert (one.prompt_tokens == same.prompt_tokens).all()
@@ -200,7 +200,7 @@ def test_the_same_seed_gives_the_same_and_parts_do_not_disturb_each_other() -> N
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=20), st.data())
-def test_blocks_follow_their_requests(blocks: list[list[int]], data: st.DataObject) -> None:
+def test_prefix_blocks_follow_their_requests(blocks: list[list[int]], data: st.DataObject) -> None:
     starts = np.cumsum([0, *map(len, blocks)])
     held = PrefixBlocks(starts, np.array([b for one in blocks for b in one], dtype=np.int64))
     chosen = np.array(data.draw(st.lists(st.integers(0, len(blocks) - 1), max_size=30)), dtype=np.int64)
@@ -220,7 +220,9 @@ def small(model: str, times: list[float], blocks: bool) -> Workload:
         st.tuples(st.sampled_from("abc"), st.lists(st.floats(0, 9), max_size=6), st.booleans()), max_size=5
     )
 )
-def test_merging_keeps_every_request_with_all_it_has(parts: list[tuple[str, list[float], bool]]) -> None:
+def test_merged_workload_keeps_every_request_with_its_attributes(
+    parts: list[tuple[str, list[float], bool]],
+) -> None:
     made = [small(name, sorted(times), blocks) for name, times, blocks in parts]
     if not any(map(len, made)):
         with pytest.raises(InputError, match="no requests"):
@@ -241,7 +243,7 @@ def test_merging_keeps_every_request_with_all_it_has(parts: list[tuple[str, list
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
-def test_shared_prefixes_save_the_share_asked_for(share: float) -> None:
+def test_shared_prefixes_save_the_requested_share_of_tokens(share: float) -> None:
     workload = with_prefixes(
         synthetic("m", Independent(LogNormal(8.5, 0.8), Fixed(1)), 1, 4000, 3), share, 1, groups=10
     )
@@ -257,7 +259,7 @@ def test_shared_prefixes_save_the_share_asked_for(share: float) -> None:
     assert hit / workload.prompt_tokens.sum() == pytest.approx(share, abs=0.03)
 
 
-def test_planned_traffic_becomes_requests_at_each_models_rate() -> None:
+def test_planned_traffic_becomes_requests_at_the_rate_of_each_model() -> None:
     bins = (LengthBin(100, 10, 0.5), LengthBin(300, 30, 0.5))
     traffic = [Traffic("a", 30.0, bins), Traffic("b", 10.0, bins, 0.5), Traffic("idle", 0.0, bins)]
     workload = of_traffic(traffic, 40_000, seed=4)
@@ -270,7 +272,7 @@ def test_planned_traffic_becomes_requests_at_each_models_rate() -> None:
         of_traffic([Traffic("a", 0.0, bins)], 10, 0)
 
 
-def test_a_workload_at_another_rate_or_length() -> None:
+def test_workload_is_rescaled_in_rate_and_repeated_in_length() -> None:
     workload = with_prefixes(synthetic("m", CHAT, 5, 500, 1), 0.3, 1)
     faster = at_rate(workload, 50.0)
     assert faster.rate_per_s == pytest.approx(50.0)
@@ -287,7 +289,7 @@ def test_a_workload_at_another_rate_or_length() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_rates_that_cannot_be(bad: float) -> None:
+def test_invalid_arrival_rates_are_refused(bad: float) -> None:
     with pytest.raises(InputError, match="must be positive"):
         arrivals.gamma(rng(), bad, 1.0, 3)
     with pytest.raises(InputError, match="must be positive"):
@@ -298,7 +300,7 @@ def test_rates_that_cannot_be(bad: float) -> None:
         arrivals.gamma(rng(), 1.0, -1.0, 3)
 
 
-def test_lognormals_from_what_people_know() -> None:
+def test_lognormal_is_fitted_from_quantiles_or_mean_and_cv() -> None:
     mu, sigma = lognormal_from_quantiles(100, 1000)
     assert LogNormal(mu, sigma).mean_tokens == pytest.approx(100 * np.exp(sigma**2 / 2), rel=1e-3)
     mu, sigma = lognormal_from_mean(500, 0.5)
@@ -306,7 +308,7 @@ def test_lognormals_from_what_people_know() -> None:
     assert sigma == pytest.approx(log(1.25) ** 0.5)
 
 
-def test_planned_traffic_has_the_prefix_hits_it_was_planned_with() -> None:
+def test_planned_traffic_has_its_planned_prefix_hit_share() -> None:
     lengths = (LengthBin(400, 10, 0.5), LengthBin(6000, 10, 0.5))
     workload = of_traffic([Traffic("chat", 2.0, lengths, prefix_hit_share=0.4)], 2000, seed=3)
     assert workload.blocks is not None
@@ -329,7 +331,7 @@ def test_planned_traffic_has_the_prefix_hits_it_was_planned_with() -> None:
     assert kept >= 0.95 * hit
 
 
-def test_even_lengths_are_just_as_often_as_planned_for_in_any_order() -> None:
+def test_even_lengths_have_exact_planned_counts_in_random_order() -> None:
     bins = (LengthBin(100, 7, 0.125), LengthBin(900, 3, 0.875))
     for seed in range(5):
         prompts, _ = draw(np.random.default_rng(seed), Binned(bins, even=True), 400)
@@ -346,7 +348,7 @@ def logged(work: Workload, policy: Policy | None = None, faults: Faults | None =
     return out.getvalue().splitlines(keepends=True)
 
 
-def test_a_simulated_log_gives_its_workload_back() -> None:
+def test_simulation_log_reproduces_its_workload() -> None:
     rng = np.random.default_rng(3)
     work = load(80, 6.0, blocks=3)
     labels = RequestLabels(
@@ -386,7 +388,7 @@ def asked(id: str, at_s: float, blocks: tuple[int, ...] = ()) -> tuple[float, Ev
     return at_s, RequestArrived(Request(id, MODEL, at_s, 40, 500, blocks=blocks))
 
 
-def test_answers_are_as_long_as_they_were_and_the_rest_as_asked() -> None:
+def test_workload_of_a_live_log_uses_actual_output_lengths_where_known() -> None:
     wide = (2**127 + 1, 2**127 + 2)
     first = live(
         asked("a", 1.0, wide),
@@ -409,13 +411,13 @@ def test_answers_are_as_long_as_they_were_and_the_rest_as_asked() -> None:
     assert len({*blocks[0], *blocks[3]}) == 3
 
 
-def test_runs_without_a_clock_or_with_one_put_back_follow_each_other() -> None:
+def test_log_runs_without_usable_clocks_are_placed_one_after_another() -> None:
     for zero_utc_s in (None, 1e9 - 50):
         lines = [*live(asked("a", 1.0), asked("b", 9.0)), *live(asked("a", 1.0), zero_utc_s=zero_utc_s)]
         assert from_log(lines).workload.arrival_s.tolist() == [1.0, 9.0, 10.0]
 
 
-def test_what_cannot_become_a_workload_is_said() -> None:
+def test_log_that_holds_no_workload_is_refused() -> None:
     with pytest.raises(InputError, match="has no requests"):
         from_log(live())
     two = [*live(asked("a", 1.0, (1, 2))), *live(asked("b", 1.0, (3,)), block_tokens=64)]

@@ -72,7 +72,7 @@ def lone(plan: Plan, route: Callable[[int], object], prompt: int, output: int, *
     )
 
 
-def test_one_request_alone_takes_its_prefill_and_its_steps() -> None:
+def test_one_request_takes_its_prefill_and_decode_times() -> None:
     result = lone(closed_plan((mixed(), "east", 1)), lambda _: aggregated(FIRST), 1000, 50)
     prefill = float(prefill_s(TIMER, 1000)[0]) + DEFAULT_HOST.request_s
     assert ttft(result) == pytest.approx(prefill, rel=1e-9)
@@ -82,7 +82,7 @@ def test_one_request_alone_takes_its_prefill_and_its_steps() -> None:
     assert result.replicas[0].prefill_tokens == 1000
 
 
-def test_estimate_plan_and_simulation_tell_the_same_first_token() -> None:
+def test_estimate_plan_and_simulation_have_the_same_ttft() -> None:
     """All count what a server adds to it outside of steps."""
     slo, node = Slo(2.0, 0.06), NODES[nodes.canonical(FAST)]
     told = estimate(LLAMA, node, input_tokens=1000, output_tokens=50, slo=slo)
@@ -100,7 +100,9 @@ def test_estimate_plan_and_simulation_tell_the_same_first_token() -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("codec", ["fp16", "int4"])
 @pytest.mark.parametrize("prompt", [500, 2000])
-def test_kv_over_a_link_shows_the_tail_that_perf_says(overlap: bool, codec: Codec, prompt: int) -> None:
+def test_kv_transfer_over_a_link_adds_the_tail_that_perf_computes(
+    overlap: bool, codec: Codec, prompt: int
+) -> None:
     plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1), codec)
     route = handed_over("chat: prefill@west#0/0", "chat: decode@east#0/0", prompt)
     result = lone(plan, lambda _: route, prompt, 10, overlap=overlap)
@@ -118,7 +120,7 @@ def test_kv_over_a_link_shows_the_tail_that_perf_says(overlap: bool, codec: Code
     assert result.records.route[0] == HANDED_OVER
 
 
-def test_a_split_prompt_goes_on_where_the_first_part_ended() -> None:
+def test_split_prompt_continues_where_the_first_part_ended() -> None:
     plan = closed_plan((pair(), "east", 1))
     route = handed_over("chat: pair@east#0/0", "chat: pair@east#0/1", 300)
     result = lone(plan, lambda _: route, 1000, 5)
@@ -129,7 +131,7 @@ def test_a_split_prompt_goes_on_where_the_first_part_ended() -> None:
     assert least < ttft(result) < least * 1.5
 
 
-def test_a_held_prefix_shortens_work_and_cargo() -> None:
+def test_cached_prefix_shortens_prefill_and_transfer() -> None:
     same = PrefixBlocks(np.array([0, 4, 8]), np.array([1, 2, 3, 4, 1, 2, 3, 9]), 256)
     work = requests((0.0, 1024, 5), (5.0, 1024, 5), blocks=same)
     whole = simulate(problem(closed_plan((mixed(), "east", 1))), work)
@@ -142,7 +144,7 @@ def test_a_held_prefix_shortens_work_and_cargo() -> None:
     assert off.records.wire_bytes[1] == off.records.wire_bytes[0]
 
 
-def test_cold_replicas_are_ready_after_their_start() -> None:
+def test_cold_replica_is_ready_after_its_startup_time() -> None:
     plan, patient = closed_plan((mixed(), "east", 1)), Policy(max_wait_s=200.0)
     result = simulate(problem(plan), requests((0.0, 100, 2)), patient, settings=SimSettings(warm=False))
     assert result.replicas[0].ready_s == pytest.approx(startup_s(2 * 8.03e9).total_s, rel=0.01)
@@ -159,7 +161,7 @@ def told(
     return mind.told
 
 
-def test_reports_come_once_a_period_and_late_unless_they_are_lost() -> None:
+def test_status_reports_arrive_periodically_with_delay_unless_lost() -> None:
     plan, work = closed_plan((mixed(), "east", 2)), load(40, 10.0)
     heard = told(plan, work, Fixed(lambda _: aggregated(FIRST)))
     times = [at_s for at_s, event in heard if isinstance(event, events.ReplicaReported)]
@@ -174,7 +176,7 @@ def test_reports_come_once_a_period_and_late_unless_they_are_lost() -> None:
     )
 
 
-def test_links_report_their_load_and_caches_what_they_hold() -> None:
+def test_links_report_their_load_and_caches_their_blocks() -> None:
     plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
     work = load(30, 5.0, blocks=2)
     heard = told(
@@ -214,7 +216,7 @@ def test_drain_and_stop_are_carried_out() -> None:
     assert result.cost_rates[-1] == (20.0, 2.0)
 
 
-def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
+def test_requested_plan_is_adopted_after_its_delay() -> None:
     plan = closed_plan((mixed(), "east", 1))
     bigger = closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
     asked: list[float] = []
@@ -252,7 +254,7 @@ def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
     ],
     ids=["mixed", "combo", "flow"],
 )
-def test_fast_forward_changes_no_time(plan: Plan) -> None:
+def test_fast_forward_does_not_change_request_times(plan: Plan) -> None:
     work = load(60, 8.0, seed=4, blocks=3)
     faults = Faults(
         (Fault(2.0, "replica", replica="*/0"), Fault(1.0, "slow", replica="*", factor=2.0, duration_s=1.0))
@@ -266,7 +268,7 @@ def test_fast_forward_changes_no_time(plan: Plan) -> None:
     assert (fast.attempts == slow.attempts).all()
 
 
-def test_samples_see_all_replicas_and_links() -> None:
+def test_samples_cover_all_replicas_and_links() -> None:
     plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
     samples = simulate(problem(plan), load(50, 5.0), settings=SimSettings(samples=10)).samples
     assert samples is not None
@@ -277,7 +279,7 @@ def test_samples_see_all_replicas_and_links() -> None:
     assert samples.link_bytes.shape[1] == 2
 
 
-def test_checks_catch_what_is_wrong() -> None:
+def test_world_check_detects_corrupted_records() -> None:
     world = build(problem(closed_plan((mixed(), "east", 1))), load(20, 5.0))
     world.run()
     assert check(world) == []
@@ -302,7 +304,7 @@ def test_checks_catch_what_is_wrong() -> None:
     assert FAST in replica.id
 
 
-def test_ready_is_told_for_every_replica() -> None:
+def test_ready_event_is_sent_for_every_replica() -> None:
     heard = told(
         closed_plan((combo(1, 2), "east", 2)),
         load(1),
@@ -311,7 +313,7 @@ def test_ready_is_told_for_every_replica() -> None:
     assert sum(isinstance(event, events.ReplicaReady) for _, event in heard) == 6
 
 
-def test_reports_that_nobody_reads_are_left_out_and_change_nothing() -> None:
+def test_unused_status_reports_are_omitted_without_effect() -> None:
     work = load(100, 10.0)
     plan = closed_plan((mixed(), "east", 2), (mixed(SLOW), "west", 1))
     assert not reads_reports(plan, work, Policy())
@@ -326,7 +328,7 @@ def test_reports_that_nobody_reads_are_left_out_and_change_nothing() -> None:
     assert reads_reports(closed_plan((pair(), "east", 1)), work, Policy())
 
 
-def test_a_run_cut_short_leaves_the_rest_open() -> None:
+def test_run_cut_short_leaves_remaining_requests_open() -> None:
     work = load(100, 5.0)
     result = simulate(problem(closed_plan((mixed(), "east", 1))), work, settings=SimSettings(end_s=10.0))
     ended = result.records.outcome == ANSWERED
@@ -335,7 +337,7 @@ def test_a_run_cut_short_leaves_the_rest_open() -> None:
     assert (result.records.outcome[work.arrival_s > 10.0] == OPEN).all()
 
 
-def test_events_and_actions_have_all_their_fields_though_some_are_made_without_their_constructors() -> None:
+def test_events_and_actions_built_without_constructors_have_all_fields() -> None:
     seen: set[type] = set()
 
     class Watching(Around):
@@ -358,7 +360,7 @@ def test_events_and_actions_have_all_their_fields_though_some_are_made_without_t
 MIXED = "chat: mixed 1xH100@east"
 
 
-def test_a_lost_replica_s_request_goes_on_elsewhere_from_what_was_streamed() -> None:
+def test_request_of_a_lost_replica_resumes_elsewhere_from_its_streamed_tokens() -> None:
     plan = closed_plan((mixed(), "east", 2))
     work = requests((0.0, 1000, 400))
     calm = simulate(problem(plan), work).records
@@ -378,7 +380,7 @@ def test_a_lost_replica_s_request_goes_on_elsewhere_from_what_was_streamed() -> 
     assert other.decode_tokens == 400 - again - 1
 
 
-def test_with_notice_requests_finish_before_the_machine_goes() -> None:
+def test_spot_notice_gives_running_requests_time_to_finish() -> None:
     plan = closed_plan((mixed(), "east", 2))
     work = requests((0.0, 1000, 100), (1.0, 1000, 100))
     spot = Fault(0.5, "spot", region="east", node="1xH100-SXM", count=2, notice_s=30.0)
@@ -387,7 +389,7 @@ def test_with_notice_requests_finish_before_the_machine_goes() -> None:
     assert result.records.attempts.tolist() == [1, 0]
 
 
-def test_nodes_are_paid_at_the_price_of_the_time() -> None:
+def test_node_cost_follows_the_price_over_time() -> None:
     plan = closed_plan((mixed(), "east", 2))
     work = requests((0.0, 100, 2), (3600.0, 100, 2))
     result = simulate(
@@ -397,7 +399,7 @@ def test_nodes_are_paid_at_the_price_of_the_time() -> None:
     assert result.cost_usd == pytest.approx((4.0 + 20.0) / 2, rel=1e-3)
 
 
-def test_supply_that_falls_takes_machines_and_keeps_new_ones_from_starting() -> None:
+def test_falling_supply_removes_machines_and_prevents_new_starts() -> None:
     plan = closed_plan((mixed(), "east", 3))
     fall = SupplyChange(10.0, "east", "1xH100-SXM", 1, notice_s=2.0)
     result = simulate(problem(plan), load(100, 2.0), faults=Faults(availability=(fall,)))
@@ -408,7 +410,7 @@ def test_supply_that_falls_takes_machines_and_keeps_new_ones_from_starting() -> 
     assert len(result.replicas) == 3, "the Brain was told, so nothing is started that finds no machine"
 
 
-def test_a_broken_link_fails_what_is_on_it_and_a_slow_one_delays() -> None:
+def test_broken_link_fails_its_transfers_and_a_slow_link_delays_them() -> None:
     plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
     work = requests((0.0, 4000, 5), (10.0, 4000, 5))
     down = Fault(0.05, "link", source="west", target="east", factor=0.0, duration_s=5.0)
@@ -422,7 +424,7 @@ def test_a_broken_link_fails_what_is_on_it_and_a_slow_one_delays() -> None:
         simulate(problem(plan), work, faults=Faults((replace(slow, target="north"),)))
 
 
-def test_a_slow_replica_is_slow_for_a_while() -> None:
+def test_slow_fault_delays_a_replica_for_its_duration() -> None:
     plan, work = closed_plan((mixed(), "east", 1)), requests((0.0, 1000, 100), (60.0, 1000, 100))
     calm = simulate(problem(plan), work).records
     fault = Fault(0.0, "slow", replica="*", factor=4.0, duration_s=30.0)
@@ -442,7 +444,7 @@ TRAFFIC = Traffic(
 )
 
 
-def test_classes_and_origins_are_drawn_by_their_shares() -> None:
+def test_request_classes_and_origins_are_drawn_by_their_shares() -> None:
     workload = of_traffic([TRAFFIC], 4000, 7)
     labels = workload.labels
     assert labels is not None
@@ -455,7 +457,7 @@ def test_classes_and_origins_are_drawn_by_their_shares() -> None:
     assert (plain.prompt_tokens == workload.prompt_tokens).all()
 
 
-def test_first_tokens_are_seen_as_late_as_users_are_far() -> None:
+def test_network_distance_of_users_delays_ttft() -> None:
     resolved = problem(closed_plan((mixed(), "east", 2)))
     workload = of_traffic([TRAFFIC], 300, 1)
     near = simulate(resolved, workload, Policy(admission=False), seed=1)
@@ -484,7 +486,7 @@ def attainment(result: SimResult) -> float:
     return float(outcome.met.sum() / outcome.judged.sum())
 
 
-def test_paces_come_to_the_true_ones_and_a_slow_replica_gets_what_it_can_do() -> None:
+def test_learned_paces_converge_and_a_slow_replica_gets_fewer_requests() -> None:
     brains: list[Brain] = []
 
     def mind(replica_models: ReplicaModels, policy: Policy) -> Decider:
@@ -507,7 +509,7 @@ def test_paces_come_to_the_true_ones_and_a_slow_replica_gets_what_it_can_do() ->
     )
 
 
-def test_a_slow_link_is_no_worse_than_a_dead_one() -> None:
+def test_slow_link_lowers_attainment_no_more_than_a_dead_link() -> None:
     requests = fleets.load(400, 14.0, seed=2)
     result = {}
     for factor in (0.3, 0.1, 0.02, 0.0):
@@ -517,14 +519,14 @@ def test_a_slow_link_is_no_worse_than_a_dead_one() -> None:
     assert result[0.0] > 0.99
 
 
-def test_the_same_run_learns_the_same() -> None:
+def test_repeated_run_learns_the_same_paces() -> None:
     faults = Faults((Fault(1.0, "slow", replica="*", factor=2.0, duration_s=5.0),))
     once, again = (simulate(FOUR, fleets.load(300, 30.0, blocks=5), faults=faults) for _ in range(2))
     assert (once.records.finish_s == again.records.finish_s).all()
     assert (once.records.decode_replica == again.records.decode_replica).all()
 
 
-def test_a_combo_that_lost_a_side_goes_on_and_comes_back() -> None:
+def test_combo_that_lost_a_side_serves_and_recovers() -> None:
     plan = closed_plan((combo(1, 2), "east", 1))
     requests = load(1200, 8.0)
     gone = Faults((Fault(30.0, "replica", replica="*#0/0"),))

@@ -132,7 +132,7 @@ def run(
 
 @settings(max_examples=40)
 @given(st.data())
-def test_books_balance_whatever_happens(data: st.DataObject) -> None:
+def test_every_request_ends_with_consistent_records_under_random_faults(data: st.DataObject) -> None:
     work = data.draw(workloads())
     what = data.draw(faults(float(work.arrival_s[-1]) + 5.0, len(work)))
     policy = Policy(
@@ -170,7 +170,7 @@ def test_books_balance_whatever_happens(data: st.DataObject) -> None:
 )
 # Room set aside for KV to come ends a run early, which nobody had put on the agenda.
 @example(rate=20.0, seed=892, shared=3, plan="remote prefill", blocks=1200, overlap=False)
-def test_jumping_and_stepping_give_the_same_records_with_caches_in_little_memory(
+def test_fast_forwarded_records_with_small_caches_equal_stepped_records(
     rate: float, seed: int, shared: int, plan: str, blocks: int, overlap: bool
 ) -> None:
     work = load(30, rate, seed, blocks=shared)
@@ -189,7 +189,7 @@ def test_jumping_and_stepping_give_the_same_records_with_caches_in_little_memory
 
 @settings(max_examples=12)
 @given(st.data())
-def test_the_same_seed_gives_the_same_log_and_it_replays(data: st.DataObject) -> None:
+def test_log_of_a_seed_is_reproducible_and_replays(data: st.DataObject) -> None:
     work = data.draw(workloads())
     plan = PLANS[data.draw(st.sampled_from(sorted(PLANS)))]
     what = Faults(random=FaultRates(*[200.0] * 6))
@@ -207,7 +207,7 @@ def test_the_same_seed_gives_the_same_log_and_it_replays(data: st.DataObject) ->
     assert replayed.events == logs[0].count("\n") - 1
 
 
-def test_the_fleets_are_what_they_are_called() -> None:
+def test_property_test_fleets_have_the_named_template_kinds() -> None:
     assert {t.kind for plan in PLANS.values() for t in plan.templates} == {"homogeneous", "combo", "pair"}
     assert FAST != SLOW
 
@@ -256,7 +256,7 @@ def ran(pairs: list[tuple[int, int]], prompts: list[int], overlap: bool) -> tupl
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("length", [2, 3, 4])
-def test_a_ring_of_replicas_that_are_all_full_goes_on(length: int, overlap: bool) -> None:
+def test_ring_of_full_replicas_makes_progress(length: int, overlap: bool) -> None:
     pairs = [(place % length, (place + 1) % length) for place in range(40)]
     world, mind = ran(pairs, [1000] * 40, overlap)
     assert world.handovers.waited
@@ -272,7 +272,7 @@ graph = st.lists(
 
 @settings(max_examples=15, deadline=None)
 @given(graph, st.booleans(), st.data())
-def test_whoever_hands_over_to_whom_all_are_answered(
+def test_requests_over_any_transfer_pairs_are_answered(
     pairs: list[tuple[int, int]], overlap: bool, data: st.DataObject
 ) -> None:
     prompts = data.draw(st.lists(st.integers(200, 1080), min_size=len(pairs), max_size=len(pairs)))
@@ -282,7 +282,7 @@ def test_whoever_hands_over_to_whom_all_are_answered(
 @pytest.mark.skipif(
     not handovers.__file__.endswith(".py"), reason="constants of compiled code stay as they are"
 )
-def test_where_nothing_can_be_put_aside_somebody_gives_up_and_goes_elsewhere(
+def test_request_blocked_on_a_full_transfer_ring_fails_and_is_retried_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handovers, "SEND_QUEUE_BYTES", 0)
