@@ -108,7 +108,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("model", ["large", NAME, SERVER])
-def test_abusive_body_is_read_in_small_pieces_off_the_loop(
+def test_abusive_body_is_read_in_small_pieces_off_the_event_loop(
     model: str, steps: dict[str, set[str]], windows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(large_json, "VALUES_MAX", VALUES)
@@ -140,7 +140,7 @@ def _each(model: str) -> Iterator[AbusiveBody]:
             yield abusive
 
 
-def test_small_body_is_read_at_once(steps: dict[str, set[str]]) -> None:
+def test_small_body_is_read_in_one_step(steps: dict[str, set[str]]) -> None:
     scene = Scene(saying("a"))
     assert scene.complete("x").status == 200
     assert scene.chat("x").status == 200
@@ -148,7 +148,7 @@ def test_small_body_is_read_at_once(steps: dict[str, set[str]]) -> None:
     assert set.union(*steps.values()) == {""}, "no thread but the caller's"
 
 
-def test_legal_large_prompt_is_answered_as_a_small_one_is() -> None:
+def test_legal_large_prompt_is_answered_like_a_small_one() -> None:
     text, tokens = "a" * 200_000, [7] * 100_000
     scene = Scene(saying("b"), cards=LARGE_CARDS)
     for prompt, count in ((text, 200_000), (tokens, 100_000), ([text, text], 200_000)):
@@ -161,7 +161,7 @@ def test_legal_large_prompt_is_answered_as_a_small_one_is() -> None:
     assert answered(scene, "/v1/chat/completions", chat).events[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_large_body_of_a_client_that_left_is_not_worked_on(steps: dict[str, set[str]]) -> None:
+def test_large_body_of_a_client_that_left_is_not_processed(steps: dict[str, set[str]]) -> None:
     async def run() -> None:
         scene = Scene(saying("a"), cards=LARGE_CARDS)
         exchange = AwaitedExchange("/v1/completions", {"model": "large", "prompt": "a" * 100_000})
@@ -177,7 +177,9 @@ def test_large_body_of_a_client_that_left_is_not_worked_on(steps: dict[str, set[
     assert set(steps) <= {"read_large_object"}
 
 
-def test_waiting_bodies_are_bounded_and_health_is_answered_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queued_large_bodies_are_bounded_and_health_is_answered_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MOST_WAITING_CHARS", 1_000_000)
 
     async def run() -> None:
@@ -195,7 +197,7 @@ def test_waiting_bodies_are_bounded_and_health_is_answered_meanwhile(monkeypatch
     asyncio.run(run())
 
 
-def test_large_body_asked_again_is_recognised_off_the_loop(
+def test_repeated_large_body_is_recognised_off_the_event_loop(
     tmp_path: Path, steps: dict[str, set[str]]
 ) -> None:
     scene = Scene(
@@ -240,7 +242,7 @@ class UnreadObject(dict[str, Any]):
         ("stop_token_ids", UnreadList([1] * 257), "256 entries, got 257"),
     ],
 )
-def test_size_of_a_field_is_checked_before_its_entries(name: str, value: Any, limit: str) -> None:
+def test_field_size_is_checked_before_its_entries(name: str, value: Any, limit: str) -> None:
     for read, content in (
         (completion_of, {"prompt": "x"}),
         (chat_of, {"messages": [{"role": "user", "content": "x"}]}),
@@ -249,7 +251,7 @@ def test_size_of_a_field_is_checked_before_its_entries(name: str, value: Any, li
             read({"model": "m", **content, name: value}, ENGINES)
 
 
-def test_largest_sizes_of_fields_are_read() -> None:
+def test_fields_of_the_largest_allowed_sizes_are_read() -> None:
     bias = {str(token): 1 for token in range(LOGIT_BIAS_MAX)}
     body = {"model": "m", "prompt": "x", "logit_bias": bias, "stop": ["a"] * 16, "stop_token_ids": [1] * 256}
     completion_request = completion_of(body, ENGINES)[0]
@@ -260,14 +262,14 @@ def test_largest_sizes_of_fields_are_read() -> None:
     ) == (LOGIT_BIAS_MAX, 16, 256)
 
 
-def test_body_of_many_fields_is_refused_by_their_number() -> None:
+def test_body_with_too_many_fields_is_refused_by_their_number() -> None:
     body = {"model": NAME, "prompt": "x", **{f"k{number}": None for number in range(128)}}
     for read in (lambda: completion_of(body, ENGINES), lambda: validate_plain(CARDS[SERVER], body, False)):
         with pytest.raises(InputError, match="body: at most 128 fields, got 1"):
             read()
 
 
-def test_schema_is_measured_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_size_is_measured_before_it_is_serialised(monkeypatch: pytest.MonkeyPatch) -> None:
     def given(schema: object) -> dict[str, object]:
         return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
@@ -278,7 +280,7 @@ def test_schema_is_measured_before_it_is_written(monkeypatch: pytest.MonkeyPatch
             schema_of(given(schema))
 
 
-def test_many_answers_to_a_large_body_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_choices_for_a_large_body_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_requests, "COPIES_BYTES_MAX", 200_000)
     scene = Scene(saying("a"), cards=LARGE_CARDS)
     body = {"model": "large", "prompt": "a" * 50_000, "n": 4}
@@ -303,7 +305,7 @@ def test_copies_of_a_large_body_are_written_in_short_steps(
         assert json.loads(asked.body) == {**body, "n": 1, "seed": 4 + (place << 32)}
 
 
-def test_rendered_chat_that_cannot_fit_is_refused_before_it_is_tokenised(
+def test_rendered_chat_beyond_the_context_is_refused_before_tokenisation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = letters()
@@ -339,7 +341,7 @@ def test_large_body_for_another_model_name_is_not_parsed_again(monkeypatch: pyte
     assert forwarded(alone, "a", "b", salt="s") == b'{"model":"b","cache_salt":"s"}'
 
 
-def test_large_body_for_a_plain_server_goes_on_rewritten() -> None:
+def test_large_body_for_a_plain_server_is_forwarded_rewritten() -> None:
     scene = Scene(saying("a"), cards={SERVER: ModelCard(SERVER, 1 << 20, None, plain=True)})
     body = {"prompt": "a" * 40_000, "top_k": 1, "cache_salt": "s", "model": SERVER}
     answered(scene, "/v1/completions", body)
@@ -349,7 +351,7 @@ def test_large_body_for_a_plain_server_goes_on_rewritten() -> None:
     assert asked.body.startswith(b'{"model":"%b",' % SERVER.encode())
 
 
-def test_long_prompt_is_prepared_for_dispatch_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_is_prepared_for_dispatch_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_requests, "SLICE_TOKENS", 1_000)
     card = ModelCard(NAME, 1 << 20, letters(), vocab=300)
     scene = Scene(saying("a"), cards={NAME: card})
@@ -405,7 +407,7 @@ class SinkTransport:
     def close(self) -> None: ...
 
 
-def test_pipelined_requests_are_answered_over_several_turns_of_the_loop() -> None:
+def test_pipelined_requests_are_answered_over_several_event_loop_turns() -> None:
     async def run() -> None:
         paths: list[bytes] = []
 
@@ -462,7 +464,7 @@ def test_body_behind_pipelined_requests_is_read_to_its_end() -> None:
     asyncio.run(run())
 
 
-def test_body_in_tiny_chunks_is_refused_when_too_many_come_at_once() -> None:
+def test_body_with_too_many_tiny_chunks_at_once_is_refused() -> None:
     head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
     reader = RequestReader(HttpLimits())
     reader.feed(head + b"1\r\nx\r\n" * CHUNKS_AT_ONCE_MAX)

@@ -70,7 +70,7 @@ def values(text: bytes) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
-def test_metrics_have_the_names_people_know() -> None:
+def test_metrics_have_vllm_compatible_names_and_values() -> None:
     now_s = [0.0]
     counters = Counters()
     metrics = GatewayMetrics(counters, Fleet(), lambda: {known.KEYS: 7.0}, clock=lambda: now_s[0])
@@ -109,7 +109,7 @@ OUTSIDE = {"process_cpu_seconds_total"}
 NAMES = re.compile(r"\b(?:vllm:|potluck_|process_)\w+")
 
 
-def test_the_dashboard_shows_metrics_that_there_are() -> None:
+def test_grafana_dashboard_uses_only_existing_metrics() -> None:
     text = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text("utf-8")
     there = {f.name + suffix: f for f in FAMILIES.values() for suffix in SUFFIXES[f.kind]}
     shown: set[str] = set()
@@ -139,14 +139,14 @@ def run(route: Route, attempt: int = 0, prompt: int = 10) -> Run:
         ("split", run(Route((Segment("a", 0, 3), Segment("b", 3, 6), Segment("b", 6, None))))),
     ],
 )
-def test_kinds_of_routes(kind: str, told: Run) -> None:
+def test_route_kind_is_counted_by_its_segments(kind: str, told: Run) -> None:
     counters = Counters(region_of=lambda replica: "west" if replica == "far" else "east")
     counters.routed("m", told)
     assert counters.counted(known.ROUTES) == {("m", kind): 1}
     assert counters.counted(known.RETRIES) == ({("m",): 1} if told.attempt else {})
 
 
-def test_labels_are_bounded() -> None:
+def test_metric_label_values_are_bounded() -> None:
     counters = Counters()
     for number in range(MOST_SERIES + 50):
         counters.answered(TOLD._replace(tenant=f"t{number}"))
@@ -158,7 +158,7 @@ def test_labels_are_bounded() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["stop", "lost"]), st.floats(0, 9)), max_size=20)
 )
-def test_tallies_of_several_processes_add_up(told: list[tuple[int, str, float]]) -> None:
+def test_counters_of_several_processes_add_up(told: list[tuple[int, str, float]]) -> None:
     workers, together, main = [Counters(), Counters(), Counters()], Counters(), Counters()
     for place, (worker, outcome, took_s) in enumerate(told):
         one = TOLD._replace(outcome=outcome, first_s=10.0 + took_s)
@@ -192,7 +192,7 @@ def played(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(scenario())  # type: ignore[arg-type]
 
 
-def test_the_operators_port() -> None:
+def test_admin_port_serves_metrics_and_snapshot() -> None:
     async def scenario() -> None:
         async with office() as (session, fleet, counters):
             counters.answered(TOLD)
@@ -221,7 +221,7 @@ def test_the_operators_port() -> None:
     played(scenario)
 
 
-def test_the_operators_port_refuses_names_with_white_space_at_once() -> None:
+def test_admin_port_refuses_header_names_with_white_space_at_once() -> None:
     async def scenario() -> None:
         async with office() as (session, fleet, *_):
             at = session._base_url
@@ -236,7 +236,7 @@ def test_the_operators_port_refuses_names_with_white_space_at_once() -> None:
     played(scenario)
 
 
-def test_the_operators_port_has_a_key_of_its_own() -> None:
+def test_admin_port_has_its_own_key() -> None:
     async def scenario() -> None:
         async with office("k" * 20) as (session, *_):
             for headers, status in (({}, 401), ({"Authorization": "Bearer x"}, 401)):
@@ -250,7 +250,7 @@ def test_the_operators_port_has_a_key_of_its_own() -> None:
     played(scenario)
 
 
-def test_what_happens_is_counted() -> None:
+def test_request_outcomes_segments_and_kv_bytes_are_counted() -> None:
     request_outcomes: list[RequestOutcome] = []
     counters = Counters(told=request_outcomes.append)
     counters.routed("m", run(handed_over("a", "b", 4)))
@@ -265,7 +265,7 @@ def test_what_happens_is_counted() -> None:
     assert counters.counted(known.SEGMENT_TOKENS) == {("a", "prompt"): 50, ("a", "output"): 4}
 
 
-def test_the_command_makes_keys_that_open(tmp_path: Path) -> None:
+def test_keys_new_command_makes_a_key_that_authenticates(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     made: Any = CliRunner().invoke(keys, ["new", "ann", "--tenant", "co"])
     assert made.exit_code == 0, made.output

@@ -119,7 +119,9 @@ def free_port() -> int:
         return port
 
 
-def test_models_of_unlike_servers_are_served(tmp_path: Path, start: Callable[..., StubServer]) -> None:
+def test_models_of_different_server_kinds_are_served(
+    tmp_path: Path, start: Callable[..., StubServer]
+) -> None:
     servers = (
         start(vllm("a", 4096)),
         start(ollama("b", "c")),
@@ -172,7 +174,7 @@ def test_request_is_refused_at_once_with_the_reason_of_each_server(
     run(tmp_path, lines, body)
 
 
-def test_server_that_comes_up_later_is_used_and_one_that_goes_is_reported(
+def test_server_that_comes_up_later_is_used_and_one_that_stops_is_reported(
     tmp_path: Path, start: Callable[..., StubServer]
 ) -> None:
     port = free_port()
@@ -191,9 +193,7 @@ def test_server_that_comes_up_later_is_used_and_one_that_goes_is_reported(
     run(tmp_path, (f"url: 'http://127.0.0.1:{port}', model: m",), body)
 
 
-def test_server_with_another_model_than_before_is_not_used(
-    tmp_path: Path, start: Callable[..., StubServer]
-) -> None:
+def test_server_that_changed_its_model_is_not_used(tmp_path: Path, start: Callable[..., StubServer]) -> None:
     server = start(vllm("m"))
 
     async def body(client: Client) -> None:
@@ -206,7 +206,7 @@ def test_server_with_another_model_than_before_is_not_used(
     run(tmp_path, (f"url: '{server.url}'",), body)
 
 
-def test_request_longer_than_the_server_takes_is_refused_before_it_is_sent(
+def test_request_beyond_the_server_context_is_refused_before_it_is_sent(
     tmp_path: Path, start: Callable[..., StubServer]
 ) -> None:
     server = start(vllm("m", 100))
@@ -222,7 +222,7 @@ def test_request_longer_than_the_server_takes_is_refused_before_it_is_sent(
     run(tmp_path, (f"url: '{server.url}'",), body)
 
 
-def test_request_goes_to_a_server_that_takes_its_length(
+def test_request_goes_to_a_server_whose_context_fits_it(
     tmp_path: Path, start: Callable[..., StubServer]
 ) -> None:
     short, long, unknown = start(vllm("m", 200)), start(vllm("m", 2000)), start(llama_cpp("n"))
@@ -241,7 +241,9 @@ def test_request_goes_to_a_server_that_takes_its_length(
     run(tmp_path, tuple(f"url: '{server.url}'" for server in (short, long, unknown)), body)
 
 
-def test_hardware_and_price_are_unknown_everywhere(tmp_path: Path, start: Callable[..., StubServer]) -> None:
+def test_attached_servers_have_no_hardware_and_no_price(
+    tmp_path: Path, start: Callable[..., StubServer]
+) -> None:
     server = start(vllm("m"))
 
     async def body(client: Client) -> None:

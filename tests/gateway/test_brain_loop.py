@@ -47,7 +47,7 @@ def _desk() -> tuple[BrainLoop, Scripted]:
     return BrainLoop(mind, mind.requests), mind
 
 
-def test_actions_go_to_the_worker_whose_request_it_is() -> None:
+def test_actions_go_to_the_worker_that_owns_the_request() -> None:
     brain_loop, mind = _desk()
     one: list[Action] = []
     two: list[Action] = []
@@ -63,7 +63,7 @@ def test_actions_go_to_the_worker_whose_request_it_is() -> None:
     assert managed == [DrainReplica("a")]
 
 
-def test_what_happens_meanwhile_is_told_afterwards_in_order() -> None:
+def test_events_raised_while_acting_are_processed_afterwards_in_order() -> None:
     brain_loop, mind = _desk()
     brain_client = brain_loop.line(lambda actions: None)
 
@@ -80,7 +80,7 @@ def test_what_happens_meanwhile_is_told_afterwards_in_order() -> None:
     assert kinds == [RequestArrived, FirstToken, RequestFinished, FirstToken, RequestFinished]
 
 
-def test_nothing_is_remembered_of_requests_that_ended() -> None:
+def test_ended_requests_have_no_owner_entry() -> None:
     brain_loop, mind = _desk()
     heard: list[Action] = []
     brain_client = brain_loop.line(heard.extend)
@@ -93,7 +93,7 @@ def test_nothing_is_remembered_of_requests_that_ended() -> None:
     assert brain_loop._owners == {}
 
 
-def test_a_failure_that_goes_on_keeps_its_owner() -> None:
+def test_failed_attempt_that_is_retried_keeps_its_owner() -> None:
     brain_loop, mind = _desk()
     heard: list[Action] = []
     brain_client = brain_loop.line(heard.extend)
@@ -105,7 +105,7 @@ def test_a_failure_that_goes_on_keeps_its_owner() -> None:
     assert list(brain_loop._owners) == ["x"]
 
 
-def test_a_lost_workers_requests_are_cancelled() -> None:
+def test_requests_of_a_lost_worker_are_cancelled() -> None:
     brain_loop, mind = _desk()
     gone, stays = brain_loop.line(lambda actions: None), brain_loop.line(lambda actions: None)
     gone.tell(RequestArrived(_request("x")))
@@ -115,7 +115,7 @@ def test_a_lost_workers_requests_are_cancelled() -> None:
     assert list(brain_loop._owners) == ["y"]
 
 
-def test_time_runs_from_the_start_and_watchers_hear_all() -> None:
+def test_brain_time_starts_at_zero_and_watchers_get_every_event() -> None:
     now = [100.0]
     mind = Scripted()
     brain_loop = BrainLoop(mind, mind.requests, clock=lambda: now[0])

@@ -78,7 +78,7 @@ async def request(reader: asyncio.StreamReader) -> bytes:
     return head + await reader.readexactly(length)
 
 
-def test_a_connection_is_used_again_and_the_request_is_whole() -> None:
+def test_connection_is_reused_and_the_request_is_complete() -> None:
     seen: list[bytes] = []
     visits: list[int] = []
 
@@ -102,7 +102,7 @@ def test_a_connection_is_used_again_and_the_request_is_whole() -> None:
     assert seen[0].endswith(b"a: b\r\ncontent-length: 4\r\n\r\nbody")
 
 
-def test_a_stale_connection_is_replaced_once_and_unseen() -> None:
+def test_stale_connection_is_replaced_once_without_an_error() -> None:
     visits: list[int] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -120,7 +120,7 @@ def test_a_stale_connection_is_replaced_once_and_unseen() -> None:
     assert len(visits) == 2
 
 
-def test_a_new_connection_that_fails_is_not_tried_again() -> None:
+def test_request_on_a_new_connection_that_fails_is_not_retried() -> None:
     visits: list[int] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -174,7 +174,7 @@ def test_idle_connections_are_closed() -> None:
         (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", b"", ""),
     ],
 )
-def test_what_an_engine_says(said: bytes, heard: bytes, why: str) -> None:
+def test_response_body_and_end_are_reported_for_each_framing(said: bytes, heard: bytes, why: str) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         writer.write(said)
@@ -193,7 +193,7 @@ def test_what_an_engine_says(said: bytes, heard: bytes, why: str) -> None:
     engine(talk, work)
 
 
-def test_cancelling_closes_the_connection_and_nobody_hears() -> None:
+def test_cancelled_request_closes_its_connection_without_callbacks() -> None:
     ended = asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -224,7 +224,7 @@ def test_cancelling_closes_the_connection_and_nobody_hears() -> None:
     engine(talk, work)
 
 
-def test_resting_holds_the_engine_back() -> None:
+def test_paused_response_applies_backpressure_to_the_engine() -> None:
     sent = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -253,7 +253,7 @@ def test_resting_holds_the_engine_back() -> None:
     engine(talk, work)
 
 
-def test_who_cannot_be_reached_is_told_after_send_returned() -> None:
+def test_unreachable_address_is_reported_after_send_returned() -> None:
     async def work() -> None:
         connection_pool = ConnectionPool(most=0)
         ear = Ear()
@@ -276,7 +276,7 @@ def test_who_cannot_be_reached_is_told_after_send_returned() -> None:
     uvloop.run(work())
 
 
-def test_whole_answers_have_a_size_and_a_time() -> None:
+def test_fetch_enforces_a_size_and_a_time_limit() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if b"/large" in await request(reader):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 100)
@@ -300,7 +300,7 @@ ANSWER = (
     st.sampled_from([ANSWER, OK, b"HTTP/1.1 103 Early\r\n\r\n" + OK]),
     st.lists(st.integers(0, 99), max_size=9),
 )
-def test_any_cut_gives_the_same_answer(data: bytes, places: list[int]) -> None:
+def test_response_parsing_does_not_depend_on_chunk_boundaries(data: bytes, places: list[int]) -> None:
     marks = sorted({min(place, len(data)) for place in places} | {0, len(data)})
     reader, got = ResponseReader(False), b""
     for a, b in itertools.pairwise(marks):
@@ -314,7 +314,7 @@ def test_any_cut_gives_the_same_answer(data: bytes, places: list[int]) -> None:
 
 
 @given(st.binary(max_size=80))
-def test_an_answer_of_garbage_is_refused_or_awaited(data: bytes) -> None:
+def test_invalid_response_bytes_are_refused_or_awaited(data: bytes) -> None:
     reader = ResponseReader(False)
     try:
         reader.feed(data)
@@ -323,7 +323,7 @@ def test_an_answer_of_garbage_is_refused_or_awaited(data: bytes) -> None:
     assert not reader.over or data.startswith(b"HTTP/1.")
 
 
-def test_nothing_of_a_request_is_kept_when_it_was_answered() -> None:
+def test_finished_request_leaves_no_references() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             await request(reader)

@@ -203,7 +203,7 @@ def test_from_the_client_to_the_bill_a_silent_engine_costs_a_moment_and_counts_o
     assert not any(view.open_requests for view in brain_loop.brain.fleet.views.values())
 
 
-def test_an_exact_request_asks_for_whole_kv_in_every_attempt_and_hedge() -> None:
+def test_exact_request_uses_no_codec_in_every_attempt_and_hedge() -> None:
     stage = Stage("a", "b", "c", "d", far=("a", "c"))
     stage.fleet.codecs = {("far", "near"): "int8", ("near", "near"): "int4", ("near", "far"): "int4"}
     what = asked(exact=True)
@@ -255,7 +255,7 @@ def test_cache_salt_is_the_same_after_streamed_tokens_and_several_failures() -> 
     assert [call.body["salt"] for call in stage.fleet.sent] == ["of-a-tenant"] * 4
 
 
-def test_cache_salt_is_sent_for_a_request_that_another_process_began() -> None:
+def test_cache_salt_is_sent_for_a_request_resumed_from_another_process() -> None:
     stage = Stage("a")
     what = asked(salt="of-a-tenant", most=30, ends=())
     stage.dispatcher.resume(what, Heard(what), right_answer(what)[:4])
@@ -263,7 +263,7 @@ def test_cache_salt_is_sent_for_a_request_that_another_process_began() -> None:
     assert stage.call("a").body["salt"] == "of-a-tenant"
 
 
-def test_an_engine_whose_answers_all_stop_is_dead_for_all_of_them() -> None:
+def test_engine_whose_answers_all_stall_fails_all_its_requests() -> None:
     stage = Stage("x")
     heards = [stage.begin(asked(name, most=30, ends=()), aggregated("x")) for name in ("a", "b", "c")]
     for _ in range(10):
@@ -277,7 +277,7 @@ def test_an_engine_whose_answers_all_stop_is_dead_for_all_of_them() -> None:
     assert [len(heard.tokens_) for heard in heards] == [item.streamed_tokens for item in failed]
 
 
-def test_one_answer_that_stands_still_while_others_go_on_fails_alone() -> None:
+def test_stalled_answer_fails_alone_while_others_of_its_engine_progress() -> None:
     stage = Stage("x")
     stage.begin(asked("a", most=9999, ends=()), aggregated("x"))
     stage.begin(asked("b", most=9999, ends=()), aggregated("x"))
@@ -291,7 +291,7 @@ def test_one_answer_that_stands_still_while_others_go_on_fails_alone() -> None:
     assert flowing.live
 
 
-def test_a_long_prompt_is_waited_for_and_an_engine_that_is_silent_for_ever_is_not() -> None:
+def test_long_prefill_is_awaited_up_to_a_limit() -> None:
     stage = Stage("x")
     stage.begin(asked(), aggregated("x"))
     stage.clock.pass_s(LEAST_FIRST_S - 1)
@@ -300,7 +300,7 @@ def test_a_long_prompt_is_waited_for_and_an_engine_that_is_silent_for_ever_is_no
     assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0)]
 
 
-def test_one_that_left_the_directory_and_says_nothing_is_dead() -> None:
+def test_silent_engine_that_left_the_directory_fails_its_requests() -> None:
     stage = Stage("x", "y")
     stage.begin(asked("a", most=99, ends=()), aggregated("x"))
     stage.begin(asked("b", most=99, ends=()), aggregated("y"))
@@ -313,7 +313,7 @@ def test_one_that_left_the_directory_and_says_nothing_is_dead() -> None:
     ]
 
 
-def test_one_that_is_said_to_be_silent_fails_its_requests_unless_its_answers_flow() -> None:
+def test_engine_reported_silent_fails_requests_whose_answers_do_not_progress() -> None:
     """Long before its own limits: a prompt that is computed says nothing for a long time."""
     stage = Stage("x", "y")
     stage.begin(asked("a", most=99, ends=()), aggregated("x"))
@@ -333,7 +333,7 @@ def test_one_that_is_said_to_be_silent_fails_its_requests_unless_its_answers_flo
     ("steps", "silent", "kind", "where"),
     [(0, "p", "replica", "p"), (1, "p", "replica", "p"), (2, "", "transfer", "d"), (3, "d", "replica", "d")],
 )
-def test_a_stall_on_the_way_to_the_first_token_is_put_down_to_whom_it_hangs_on(
+def test_stall_before_the_first_token_is_attributed_to_its_cause(
     steps: int, silent: str, kind: FailureKind, where: str
 ) -> None:
     stage = Stage("p", "d")
@@ -346,7 +346,7 @@ def test_a_stall_on_the_way_to_the_first_token_is_put_down_to_whom_it_hangs_on(
     ]
 
 
-def test_time_in_which_this_process_stood_still_is_not_held_against_engines() -> None:
+def test_stall_of_the_gateway_process_is_not_attributed_to_engines() -> None:
     stage = Stage("x")
     heard = stage.begin(asked(), aggregated("x"))
     stage.call("x").step()
@@ -370,7 +370,7 @@ def told(stage: Stage, name: str = "r") -> Event | None:
     return stage.dispatcher.whereabouts(name, renamed)
 
 
-def test_one_that_was_never_sent_arrives_again() -> None:
+def test_unsent_request_is_reported_to_a_new_brain_as_arrived() -> None:
     stage = Stage("x")
     stage.dispatcher.begin(asked("r", 20, 12), Heard(asked("r", 20, 12)))
     event = told(stage)
@@ -378,7 +378,7 @@ def test_one_that_was_never_sent_arrives_again() -> None:
     assert event.request == known()
 
 
-def test_one_under_way_is_where_it_is() -> None:
+def test_running_request_is_reported_to_a_new_brain_with_its_route() -> None:
     stage = Stage("x", "y")
     heard = stage.begin(asked("r", 20, 12), handed_over("x", "y", 20))
     assert told(stage) == RequestAdopted(known(), 0, 0, handed_over("new-x", "new-y", 20), 0, False)
@@ -393,7 +393,7 @@ def test_one_under_way_is_where_it_is() -> None:
     heard.is_right()
 
 
-def test_one_that_failed_is_sent_from_where_its_user_is() -> None:
+def test_failed_request_is_reported_to_a_new_brain_with_its_streamed_tokens() -> None:
     stage = Stage("x", "y")
     heard = stage.begin(asked("r", 20, 12, ends=()), aggregated("x"))
     while len(heard.tokens_) < 3:
@@ -439,7 +439,7 @@ TROUBLES = 6  # At most so many, so that no request is sent more often than the 
 
 @pytest.mark.parametrize("fleet_name", FLEETS)
 @given(steps=STEPS, requests=st.integers(1, 5), most=st.integers(1, 15), hedge=st.sampled_from([0.0, 2.0]))
-def test_every_request_gets_its_right_answer(
+def test_every_request_gets_its_exact_answer_despite_failures(
     fleet_name: str, steps: list[tuple[str, int, int]], requests: int, most: int, hedge: float
 ) -> None:
     clock, fleet = Clock(), Fleet()

@@ -36,7 +36,7 @@ def same() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_a_lone_engine_whatever_way_they_took(same: ModuleType) -> None:
+def test_answers_over_every_route_equal_those_of_a_single_engine(same: ModuleType) -> None:
     """Exact ones also where others are lossy. The same was asked before without asking for exactness: what came in
     four bits must not be found in a cache."""
     kinds = ("in place", "P/D", "split", "remote", "recovered")
@@ -49,7 +49,7 @@ def test_answers_are_those_of_a_lone_engine_whatever_way_they_took(same: ModuleT
     assert figures["words, P/D in int4: lossy mismatches"] > 0, "four bits changed nothing"
 
 
-def test_an_answer_that_differs_is_found(same: ModuleType) -> None:
+def test_answer_comparison_detects_any_difference(same: ModuleType) -> None:
     """Put together from pieces, however they are cut, and told apart by any part of it."""
 
     def said(*parts: dict[str, object]) -> object:
@@ -85,7 +85,7 @@ def test_an_answer_that_differs_is_found(same: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_every_answer_is_right_whatever_becomes_of_engines() -> None:
+def test_answers_are_correct_when_one_engine_corrupts_and_another_is_killed() -> None:
     """One of three engines lies, another is killed, and started again."""
     kill = benchmark("gateway_kill")
     load = kill.Load(streams=24, over_s=2.0, prompt=60, output=40, every_s=1.0, most_strikes=1)
@@ -94,13 +94,13 @@ def test_every_answer_is_right_whatever_becomes_of_engines() -> None:
     assert figures["attempts_failed"] > 0, "nothing happened to anybody"
 
 
-def test_a_request_and_a_token_take_few_steps() -> None:
+def test_function_calls_per_request_and_token_stay_below_their_limits() -> None:
     result = benchmark("gateway_path").measure(True)
     assert 50 < result["calls_per_request"] <= MOST_CALLS
     assert 2 < result["calls_per_token"] <= MOST_CALLS_PER_TOKEN
 
 
-def test_a_relayed_request_walks_through_few_files(tmp_path: Path) -> None:
+def test_relayed_request_passes_through_a_bounded_number_of_files(tmp_path: Path) -> None:
     path = benchmark("gateway_path")
     files: set[str] = set()
 

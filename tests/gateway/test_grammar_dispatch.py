@@ -73,7 +73,7 @@ def test_schema_beyond_the_limits_is_refused_before_any_engine(model: str, strea
     assert scene.door.open == 0
 
 
-def test_fields_of_plain_servers_are_checked_too() -> None:
+def test_grammar_fields_of_plain_servers_are_checked() -> None:
     scene = Scene()
     for body in (
         {"structured_outputs": {"json": BOMB}},
@@ -97,7 +97,7 @@ def test_fields_of_plain_servers_are_checked_too() -> None:
     assert scene.driver.asked == []
 
 
-def test_requests_are_marked_that_make_an_engine_compile_a_grammar() -> None:
+def test_requests_that_compile_a_grammar_are_marked() -> None:
     scene = Scene()
     for model in (NAME, SERVER):
         for body in ({}, {"response_format": {"type": "json_object"}}, {"response_format": form(GOOD)}):
@@ -124,7 +124,7 @@ def test_grammar_in_a_field_of_another_server_marks_its_request(body: dict[str, 
 
 @pytest.mark.parametrize("how", ["token", "end", "refusal", "client left"])
 @pytest.mark.parametrize("several", [{"n": 3}, {"prompt": ["x", "y", "z"]}])
-def test_choices_with_one_grammar_begin_once_the_first_has_output(several: dict[str, Any], how: str) -> None:
+def test_choices_with_one_grammar_start_once_the_first_has_output(several: dict[str, Any], how: str) -> None:
     pool = InOrder()
     scene = Scene(counting=pool)
     body = {"model": NAME, "prompt": "x", "max_tokens": 5, "response_format": form(GOOD), **several}
@@ -154,7 +154,7 @@ def test_choices_with_one_grammar_begin_once_the_first_has_output(several: dict[
 
 
 @pytest.mark.parametrize("good", [False, True])
-def test_large_schema_is_checked_beside_the_event_loop(good: bool) -> None:
+def test_large_schema_is_checked_off_the_event_loop(good: bool) -> None:
     schema = {**(GOOD if good else BOMB), "description": "x" * INLINE_GRAMMAR_BYTES}
     pool = InOrder()
     scene = Scene(counting=pool)
@@ -164,7 +164,7 @@ def test_large_schema_is_checked_beside_the_event_loop(good: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "cannot be reached", "drains", "dies later"])
-def test_request_with_grammar_goes_to_another_engine_only_if_none_may_have_died_of_it(how: str) -> None:
+def test_request_with_grammar_is_retried_only_if_the_grammar_is_not_suspected(how: str) -> None:
     clock, fleet = Clock(), Fleet()
     desk = Desk(clock, fleet, plan_of([["mixed"]] * 3), Policy())
     dispatcher = driver(desk, fleet, clock)
@@ -201,7 +201,7 @@ def test_request_with_grammar_goes_to_another_engine_only_if_none_may_have_died_
 
 @pytest.mark.parametrize("grammar", [False, True])
 @pytest.mark.parametrize("tokens", [0, 2])
-def test_request_that_lost_its_engine_while_there_was_no_brain_is_not_sent_by_the_next(
+def test_request_with_grammar_that_lost_its_engine_without_a_brain_is_not_retried(
     grammar: bool, tokens: int
 ) -> None:
     stage = Stage("x")
@@ -252,7 +252,7 @@ def post(url: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_grammar_that_ends_its_engine_costs_one_engine_and_other_requests_go_on(
+def test_grammar_that_crashes_its_engine_costs_one_engine_and_no_other_request(
     tmp_path: Path, stream: bool
 ) -> None:
     from live_fleet import LiveFleet, Process

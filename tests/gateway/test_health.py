@@ -73,7 +73,7 @@ def _watch() -> tuple[HealthChecker, EngineRecord, list[tuple[Any, ...]]]:
     return watch, receiver, moved
 
 
-def test_what_a_receiver_says_is_counted_once_by_replica_and_link() -> None:
+def test_received_kv_bytes_are_counted_once_per_replica_and_link() -> None:
     watch, receiver, moved = _watch()
     receiver.said = replace(
         SAID, links=(LinkCounters("h:1", 1e6, 5e5, 0.0), LinkCounters("elsewhere:9", 0, 0, 70.0))
@@ -86,14 +86,14 @@ def test_what_a_receiver_says_is_counted_once_by_replica_and_link() -> None:
     assert moved == [("a", "b", "int4", 1_000_000, 2.0), ("a", "b", "int4", 2_000_000, 4.0)]
 
 
-def test_what_waits_at_a_sender_waits_for_every_link_from_its_region() -> None:
+def test_queued_bytes_of_a_sender_count_for_every_link_from_its_region() -> None:
     watch, engine, _ = _watch()
     engine.replica = "a"
     engine.said = replace(SAID, links=(LinkCounters("h:55", 0, 0, 70.0),))
     assert watch._passed()["east", "west"].queued_bytes == 70.0
 
 
-def test_segments_sent_again_are_a_share_of_what_crossed() -> None:
+def test_retransmitted_segments_are_reported_as_a_share() -> None:
     watch, engine, _ = _watch()
     engine.replica = "a"
     for total, expected in ((0.0, 0.0), (40.0, 40.0), (40.0, 0.0), (100.0, 60.0), (3.0, 0.0)):
@@ -108,7 +108,7 @@ def test_segments_sent_again_are_a_share_of_what_crossed() -> None:
         assert report.lost_share == pytest.approx(lost)
 
 
-def test_an_engine_that_was_restarted_counts_from_nothing() -> None:
+def test_counters_of_a_restarted_engine_start_from_zero() -> None:
     watch, receiver, moved = _watch()
     for total in (3e6, 1e6, 2e6):
         receiver.said = replace(SAID, links=(LinkCounters("h:1", total, 1e6, 0.0),))
@@ -116,7 +116,7 @@ def test_an_engine_that_was_restarted_counts_from_nothing() -> None:
     assert [what[3] for what in moved] == [3_000_000, 1_000_000]
 
 
-def test_a_roster_that_is_told_again_says_nothing_of_links() -> None:
+def test_repeated_roster_does_not_trigger_link_reports() -> None:
     """A controller tells it twice a second: what crossed in such a moment would make any link seem full."""
     watch, engine, _ = _watch()
     message: list[object] = []
@@ -145,14 +145,14 @@ def test_a_roster_that_is_told_again_says_nothing_of_links() -> None:
         (0.1, 1e-4, [2e-4], False),
     ],
 )
-def test_a_line_crawls_where_packets_wait_on_no_other(
+def test_connection_is_slow_only_when_its_rtt_exceeds_that_of_others(
     rtt_s: float, least_s: float, others_s: list[float], slow: bool
 ) -> None:
     assert crawls(rtt_s, least_s, others_s) == slow
 
 
 @pytest.mark.parametrize(("role", "leaves"), [("mixed", False), ("mixed", True), ("decode", False)])
-def test_an_engine_whose_line_crawls_gets_nothing_for_a_while_if_another_can(
+def test_engine_behind_a_slow_connection_is_avoided_for_a_while(
     role: str, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def status(engine: EngineRecord) -> StatusReport:
@@ -178,7 +178,7 @@ def test_an_engine_whose_line_crawls_gets_nothing_for_a_while_if_another_can(
     assert told == ([fine, ReplicaSilent("b", CRAWLS_S)] + [fine] * after if role == "mixed" else [fine] * 5)
 
 
-def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
+def test_engine_slower_than_its_limit_is_silent_until_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Time is steps that passed here, not seconds of a clock: whoever is slow himself waits for longer."""
@@ -212,7 +212,9 @@ def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
-def test_an_engine_is_asked_soon_after_its_last_sign_of_life(answered_s: float, streamed_s: float) -> None:
+def test_next_status_query_time_depends_on_the_last_sign_of_life(
+    answered_s: float, streamed_s: float
+) -> None:
     """So that one which dies with requests is noticed no later than were it always asked every POLL_S."""
     assert next_question_s("suspected", answered_s, streamed_s) == answered_s + POLL_S
     busy_s = next_question_s("busy", answered_s, streamed_s)
@@ -236,7 +238,7 @@ def test_an_engine_is_asked_soon_after_its_last_sign_of_life(answered_s: float, 
         ({"links": (LinkCounters("h:1", 1, 1, 0.0),)}, "suspected"),
     ],
 )
-def test_only_one_that_nobody_waits_for_and_that_answers_is_idle(
+def test_engine_is_idle_only_without_requests_and_with_a_connection(
     change: dict[str, Any], condition: str
 ) -> None:
     watch, engine, _ = _watch()
@@ -252,7 +254,7 @@ def test_only_one_that_nobody_waits_for_and_that_answers_is_idle(
     assert watch._condition(engine) == condition
 
 
-def test_an_idle_engine_is_asked_again_once_it_is_idle_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_engine_is_queried_again_once_it_has_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("potluck.gateway.registry.health.POLL_S", 1e-3)
     watch, engine, _ = _watch()
     view, asked = SimpleNamespace(open_requests=0, doubted=False), asyncio.Event()
@@ -280,7 +282,7 @@ def test_an_idle_engine_is_asked_again_once_it_is_idle_no_more(monkeypatch: pyte
     asyncio.run(run())
 
 
-def test_an_engine_that_was_restarted_while_nobody_looked_is_another() -> None:
+def test_engine_restart_between_queries_is_detected_by_its_uptime() -> None:
     """A world's seed 60010: the gateway stood still for longer than the engine had run before."""
     assert restarted(-0.1, 0.5)
     assert not restarted(0.5, 0.5)
@@ -289,7 +291,7 @@ def test_an_engine_that_was_restarted_while_nobody_looked_is_another() -> None:
     assert not restarted(4.0, 4.2)
 
 
-def test_a_cache_is_asked_for_when_a_prompt_was_computed_and_now_and_then() -> None:
+def test_cache_report_is_requested_after_new_prefills_and_periodically() -> None:
     engine = EngineRecord(EngineEntry("http://h:2"), said=replace(SAID, prompt_tokens=7), cache_epoch=1)
     assert caches_differ(engine, 0.0), "it was never asked"
     engine.cached = 10.0, 7
@@ -303,7 +305,7 @@ def test_a_cache_is_asked_for_when_a_prompt_was_computed_and_now_and_then() -> N
     assert caches_differ(engine, 10.0), "the Brain lacks a report"
 
 
-def test_how_long_an_engine_may_take_is_learned_from_its_answers() -> None:
+def test_response_time_limit_of_an_engine_is_learned_from_its_answers() -> None:
     new = ResponseTimes()
     assert new.limit_s == MOST_S, "of one that is new nothing is known"
     quick = new
@@ -321,7 +323,7 @@ def test_how_long_an_engine_may_take_is_learned_from_its_answers() -> None:
     assert busy.limit_s == LEAST_S
 
 
-def test_a_slow_machine_is_told_of_and_a_quick_one_is_not() -> None:
+def test_slow_machine_is_reported_and_a_fast_one_is_not() -> None:
     late = EmulationLag()
     assert slow_lines(late.slowdown) == []
     late.told("a", 5.0, 500.0)
@@ -343,7 +345,7 @@ def test_a_slow_machine_is_told_of_and_a_quick_one_is_not() -> None:
     assert late.slowdown == pytest.approx(1.0, abs=0.01), "an engine that was restarted counts from there"
 
 
-def test_engines_that_compute_for_real_say_nothing_of_it() -> None:
+def test_engines_without_emulation_report_no_slowdown() -> None:
     status = read_status(b'{"state": "ready"}')
     assert (status.predicted_s, status.took_s) == (0.0, 0.0)
     late = EmulationLag()
@@ -354,7 +356,7 @@ def test_engines_that_compute_for_real_say_nothing_of_it() -> None:
         read_status(b'{"state": "ready", "notes": {"emulated_took_s": "long"}}')
 
 
-def test_the_watch_adds_up_what_engines_say() -> None:
+def test_health_watch_sums_the_emulation_times_of_engines() -> None:
     answers = iter((1.0, 2.0, 3.0))
 
     async def status(_: EngineRecord) -> StatusReport:
@@ -390,14 +392,14 @@ REPORT = {
 }
 
 
-def test_a_status_is_what_the_brain_is_told() -> None:
+def test_engine_status_is_converted_to_a_replica_status() -> None:
     text = read_status(json.dumps(REPORT).encode())
     assert tuple(text.status) == (2, 3, 50, 100, 7, 9, 0.02)
     assert text.links[0].peer == "127.0.0.1:8"
     assert read_status(json.dumps({**REPORT, "waiting": 0, "running": 0}).encode()).status.step_s == 0.0
 
 
-def test_stages_that_listen_everywhere_are_reached_at_the_engines_address() -> None:
+def test_wildcard_stage_addresses_are_replaced_by_the_engine_host() -> None:
     def kv(text: str, host: str) -> str:
         return read_status(json.dumps({**REPORT, "kv": text}).encode(), host).kv
 
@@ -422,7 +424,7 @@ def test_stages_that_listen_everywhere_are_reached_at_the_engines_address() -> N
         {"kv": "?"},
     ],
 )
-def test_a_status_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+def test_invalid_engine_status_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(PotluckError):
         read_status(json.dumps({**REPORT, **change}).encode())
 
@@ -435,13 +437,13 @@ JSON = st.recursive(
 
 
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_garbage_is_only_ever_refused(body: bytes) -> None:
+def test_arbitrary_status_bytes_raise_only_project_errors(body: bytes) -> None:
     for read in (read_status, lambda raw: read_cache("a", raw)):
         with suppress(PotluckError):
             read(body)
 
 
-def test_cache_reports_keep_their_numbers_and_names() -> None:
+def test_cache_reports_keep_their_sequence_and_block_names() -> None:
     body = {
         "epoch": 77,
         "reports": [{"sequence": 4, "whole": True, "added": [f"{1 << 100:032x}"], "removed": []}],
@@ -451,7 +453,7 @@ def test_cache_reports_keep_their_numbers_and_names() -> None:
     assert reports == (CacheReported("a", 4, (1 << 100,), epoch=1, whole=True),)
 
 
-def test_a_link_is_slow_only_where_bytes_wait_for_it() -> None:
+def test_link_is_reported_slow_only_with_queued_bytes() -> None:
     planned = {("e", "w"): 8.0, ("w", "e"): 8.0}
     waiting = {
         ("e", "w"): LinkTraffic(1e8, 1.0, queued_bytes=5e8),

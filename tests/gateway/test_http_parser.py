@@ -115,7 +115,7 @@ SMUGGLED = {
 
 
 @pytest.mark.parametrize("data", SMUGGLED.values(), ids=SMUGGLED.keys())
-def test_doubtful_messages_are_refused_however_they_are_cut(data: bytes) -> None:
+def test_ambiguous_messages_are_refused_for_any_chunking(data: bytes) -> None:
     assert read([data]) == ([], True)
     assert read([data[i : i + 1] for i in range(len(data))]) == ([], True)
     assert refusal(data).status in (400, 501, 505)
@@ -151,7 +151,7 @@ def test_absolute_form_target_gives_path_and_replaces_host(line: bytes, version:
             assert seen[1][1:4] == (b"/x", b"", {b"host": b"here"}), "the next request has its own host"
 
 
-def test_absolute_form_target_counts_against_line_limit() -> None:
+def test_absolute_form_target_counts_against_the_line_limit() -> None:
     assert refusal(b"GET http://there/" + b"a" * 300 + b" HTTP/1.1\r\n" + HOST + b"\r\n").status == 414
 
 
@@ -159,7 +159,7 @@ NAMES = [*b"TE\t|TE | TE|\tTE|T E|T\tE|TE\x0b|TE\xa0|(TE)||Transfer-Encoding\t".
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_with_white_space_is_refused_before_the_head_is_whole(name: bytes) -> None:
+def test_header_name_with_white_space_is_refused_before_the_head_ends(name: bytes) -> None:
     """Nobody waits for the rest of what can never be read."""
     begun = POST + name + b": chunked"
     assert refusal(begun).status == 400
@@ -170,7 +170,7 @@ def test_a_name_with_white_space_is_refused_before_the_head_is_whole(name: bytes
     assert read([later, b"\r\n"]) == ([], True)
 
 
-def test_what_is_too_large_is_told_apart() -> None:
+def test_oversized_line_head_and_body_are_refused_with_different_statuses() -> None:
     assert refusal(b"GET /" + b"a" * 300 + b" HTTP/1.1\r\n" + HOST + b"\r\n").status == 414
     assert refusal(b"G" * 300).status == 414
     assert refusal(GET + b"x: y\r\n" * 8 + b"\r\n").status == 431
@@ -183,7 +183,7 @@ def test_what_is_too_large_is_told_apart() -> None:
     assert refusal(POST + b"Content-Length: 4\r\nExpect: wine\r\n\r\n").status == 417
 
 
-def test_a_body_at_the_limit_is_taken() -> None:
+def test_body_at_the_size_limit_is_accepted() -> None:
     head = b"POST /a?b=c HTTP/1.1\r\n" + HOST
     seen, refused = read([head + b"Content-Length: 500\r\n\r\n" + b"x" * 500])
     assert not refused
@@ -191,7 +191,7 @@ def test_a_body_at_the_limit_is_taken() -> None:
     assert seen[0][:3] == (b"POST", b"/a", b"b=c")
 
 
-def test_a_word_is_wanted_before_the_body_only_where_it_has_not_come() -> None:
+def test_continue_is_sent_only_while_the_body_has_not_arrived() -> None:
     head = POST + b"Content-Length: 4\r\nExpect: 100-Continue\r\n\r\n"
     reader = RequestReader(SMALL)
     reader.feed(head)
@@ -218,12 +218,12 @@ def test_a_word_is_wanted_before_the_body_only_where_it_has_not_come() -> None:
         (b"1.0", b"Connection: keep-alive\r\n", False),
     ],
 )
-def test_who_stays(version: bytes, said: bytes, stays: bool) -> None:
+def test_connection_persistence_follows_version_and_header(version: bytes, said: bytes, stays: bool) -> None:
     seen, _ = read([b"GET / HTTP/" + version + b"\r\n" + HOST + said + b"\r\n"])
     assert seen[0][5] is stays
 
 
-def test_a_field_that_comes_twice_is_joined_or_refused() -> None:
+def test_repeated_header_field_is_joined_or_refused() -> None:
     seen, _ = read([GET + b"X-A: 1\r\nx-a: 2\r\n\r\n"])
     assert seen[0][3] == {b"host": b"here", b"x-a": b"1, 2"}
     for name in ONCE - {b"host"}:
@@ -277,7 +277,7 @@ def spoiled(draw: st.DrawFn) -> bytes:
 
 
 @given(spoiled(), st.lists(st.integers(0, 10_000), max_size=12))
-def test_any_cut_gives_the_same_requests(data: bytes, places: list[int]) -> None:
+def test_request_parsing_does_not_depend_on_chunk_boundaries(data: bytes, places: list[int]) -> None:
     assert read(cut(data, places)) == read([data])
 
 
@@ -307,7 +307,7 @@ class Oracle:
 
 
 @given(spoiled())
-def test_another_reader_never_sees_other_requests(data: bytes) -> None:
+def test_parsed_requests_equal_those_of_llhttp(data: bytes) -> None:
     """What we take as whole, llhttp reads in the same way: the same requests in the same places."""
     ours, _ = read([data])
     oracle = Oracle()
@@ -330,13 +330,13 @@ def test_another_reader_never_sees_other_requests(data: bytes) -> None:
 
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5))
-def test_garbage_is_refused_or_awaited(data: bytes, places: list[int]) -> None:
+def test_invalid_bytes_are_refused_or_awaited(data: bytes, places: list[int]) -> None:
     seen, _ = read(cut(data, places))
     assert seen == []
 
 
 @given(bodies, st.lists(st.integers(0, 40), max_size=5), st.lists(st.integers(0, 400), max_size=8))
-def test_chunks_come_back_as_they_were(body: bytes, pieces: list[int], places: list[int]) -> None:
+def test_chunked_body_round_trips_for_any_chunking(body: bytes, pieces: list[int], places: list[int]) -> None:
     sent = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in cut(body, pieces) if piece)
     chunks, got = ChunkedReader(), b""
     for piece in cut(sent + b"0\r\n\r\nmore", places):

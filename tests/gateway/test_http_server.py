@@ -87,7 +87,7 @@ def bare(answers: bytes) -> bytes:
 CLOSING = b"GET /echo HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
 
 
-def test_answers_come_in_the_order_of_the_requests() -> None:
+def test_responses_have_the_order_of_pipelined_requests() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(listener)
         body = b"POST /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n"
@@ -107,14 +107,14 @@ def test_answers_come_in_the_order_of_the_requests() -> None:
     serve(work)
 
 
-def test_thousands_of_small_requests_in_one_read() -> None:
+def test_thousands_of_small_requests_in_one_read_are_answered() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         assert (await ask(listener, GET % b"/echo" * 3000 + CLOSING)).count(b"200 OK") == 3001
 
     serve(work)
 
 
-def test_head_has_the_length_and_no_body_and_10_ends_by_closing() -> None:
+def test_head_response_has_a_length_without_a_body_and_http_1_0_closes() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         head = b"HEAD /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
         assert bare(await ask(listener, head)).endswith(b"content-length: 2\r\nconnection: close\r\n\r\n")
@@ -126,7 +126,7 @@ def test_head_has_the_length_and_no_body_and_10_ends_by_closing() -> None:
     serve(work)
 
 
-def test_a_body_waits_for_the_word() -> None:
+def test_body_is_awaited_after_a_100_continue() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(listener)
         writer.write(
@@ -141,7 +141,7 @@ def test_a_body_waits_for_the_word() -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_a_client_that_leaves_is_noticed_once(half: bool) -> None:
+def test_client_disconnect_is_reported_once(half: bool) -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         for path, begins in ((b"/a", False), (b"/b", True)):
             _, writer = await join(listener)
@@ -165,7 +165,7 @@ def test_a_client_that_leaves_is_noticed_once(half: bool) -> None:
     serve(work)
 
 
-def test_dropping_cuts_off_and_tells_nobody() -> None:
+def test_dropped_exchange_closes_its_connection_without_callbacks() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(listener)
         writer.write(GET % b"/a")
@@ -181,7 +181,7 @@ def test_dropping_cuts_off_and_tells_nobody() -> None:
     serve(work)
 
 
-def test_a_slow_reader_holds_the_writer_back_and_is_dropped_at_last() -> None:
+def test_slow_reader_pauses_the_writer_and_is_disconnected_after_the_stall_limit() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(listener)
         writer.write(GET % b"/a")
@@ -208,7 +208,7 @@ async def status_of(listener: ClientListener, data: bytes) -> int:
     return int((await ask(listener, data)).split(b" ")[1])
 
 
-def test_refusals_are_answers_and_then_the_end() -> None:
+def test_refused_request_gets_a_response_before_the_connection_closes() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         long = b"POST /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 300000\r\n\r\n" + b"x" * 300_000
         assert await status_of(listener, long) == 413
@@ -223,7 +223,7 @@ def test_refusals_are_answers_and_then_the_end() -> None:
     serve(work)
 
 
-def test_slow_heads_and_bodies_are_told_and_idle_ones_are_closed() -> None:
+def test_slow_heads_and_bodies_get_408_and_idle_connections_are_closed() -> None:
     limits = replace(LIMITS, head_s=0.1, body_s=0.1, idle_s=0.1, body_bytes_per_s=10_000_000)
 
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
@@ -235,7 +235,7 @@ def test_slow_heads_and_bodies_are_told_and_idle_ones_are_closed() -> None:
     serve(work, limits)
 
 
-def test_a_large_body_has_time_by_its_rate() -> None:
+def test_large_body_has_time_in_proportion_to_its_size() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(listener)
         writer.write(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 60000\r\n\r\n")
@@ -248,7 +248,7 @@ def test_a_large_body_has_time_by_its_rate() -> None:
     serve(work, replace(LIMITS, body_s=0.2, body_bytes_per_s=50_000))
 
 
-def test_who_waits_gives_way_and_who_works_does_not() -> None:
+def test_idle_connection_is_closed_at_the_connection_limit_and_a_busy_one_is_not() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         first, writer = await join(listener)
         writer.write(GET % b"/a")
@@ -271,7 +271,7 @@ def test_who_waits_gives_way_and_who_works_does_not() -> None:
     serve(work, replace(LIMITS, connections=2))
 
 
-def test_the_largest_of_too_many_bodies_goes() -> None:
+def test_largest_body_is_refused_when_all_bodies_exceed_the_memory_limit() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         small, one = await join(listener)
         large, two = await join(listener)
@@ -289,7 +289,7 @@ def test_the_largest_of_too_many_bodies_goes() -> None:
     serve(work, replace(LIMITS, bodies_bytes=10_000))
 
 
-def test_closing_lets_answers_end_and_says_that_they_are_the_last() -> None:
+def test_closing_port_finishes_responses_with_connection_close() -> None:
     async def run() -> None:
         brain_loop = Desk()
         listener = await open_port(brain_loop, "127.0.0.1", 0, limits=LIMITS)
@@ -317,7 +317,7 @@ def test_closing_lets_answers_end_and_says_that_they_are_the_last() -> None:
     uvloop.run(run())
 
 
-def test_closing_cuts_off_what_does_not_end() -> None:
+def test_closing_port_disconnects_requests_beyond_the_grace_time() -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(listener)
         writer.write(GET % b"/a")
@@ -330,7 +330,7 @@ def test_closing_cuts_off_what_does_not_end() -> None:
     serve(work)
 
 
-def test_a_fault_of_ours_is_one_500_and_a_line_end_in_a_header_is_a_fault(
+def test_handler_exception_gives_one_500_and_header_injection_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def work(listener: ClientListener, brain_loop: Desk) -> None:
@@ -343,7 +343,7 @@ def test_a_fault_of_ours_is_one_500_and_a_line_end_in_a_header_is_a_fault(
         serve(work)
 
 
-def test_garbage_never_makes_a_fault(caplog: pytest.LogCaptureFixture) -> None:
+def test_random_request_bytes_cause_no_handler_exception(caplog: pytest.LogCaptureFixture) -> None:
     whole = (
         b"POST /echo HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
         + GET % b"/stream"

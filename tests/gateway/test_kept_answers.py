@@ -51,7 +51,7 @@ def named(**more: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("header", ["idempotency_key", "x_request_id"])
-def test_an_answer_that_is_there_is_given_again_at_any_worker(
+def test_repeated_request_gets_the_kept_answer_from_any_worker(
     tmp_path: Path, stream: bool, header: str
 ) -> None:
     one, other = Worker(tmp_path, saying("world")), Worker(tmp_path, saying("never"))
@@ -70,7 +70,7 @@ def test_an_answer_that_is_there_is_given_again_at_any_worker(
     assert kept.stat().st_mode & 0o077 == 0
 
 
-def test_what_is_asked_and_by_whom_belongs_to_the_name(tmp_path: Path) -> None:
+def test_kept_answer_belongs_to_request_body_and_tenant(tmp_path: Path) -> None:
     worker = Worker(tmp_path, saying("world"))
     assert worker.complete("Hello", named()).status == 200
     wrong = worker.complete("Goodbye", named())
@@ -86,7 +86,7 @@ def test_what_is_asked_and_by_whom_belongs_to_the_name(tmp_path: Path) -> None:
     assert kept_answers.asked_of("a", None, None, b"/", b"") is None
 
 
-def test_what_failed_is_tried_again(tmp_path: Path) -> None:
+def test_failed_answer_is_not_kept_and_is_computed_again(tmp_path: Path) -> None:
     worker = Worker(tmp_path, refusing("overloaded"))
     assert [worker.complete("Hello", named()).status for _ in range(2)] == [429, 429]
     assert len(worker.driver.asked) == 2
@@ -104,7 +104,7 @@ def test_what_failed_is_tried_again(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_is_under_way_is_joined(tmp_path: Path) -> None:
+def test_repeated_request_joins_an_answer_under_way(tmp_path: Path) -> None:
     one, other = Worker(tmp_path), Worker(tmp_path)
     first = one.complete("Hello", named(), stream=True, max_tokens=5)
     one.driver.answer.tokens(choices("wo"))
@@ -120,7 +120,7 @@ def test_one_that_is_under_way_is_joined(tmp_path: Path) -> None:
     assert other.driver.asked == []
 
 
-def test_a_slow_reader_of_what_is_kept_is_waited_for(tmp_path: Path) -> None:
+def test_slow_reader_of_a_kept_answer_applies_backpressure(tmp_path: Path) -> None:
     one, other = Worker(tmp_path), Worker(tmp_path)
     one.complete("Hello", named(), stream=True, max_tokens=5)
     again = other.complete("Hello", named(), stream=True, max_tokens=5)
@@ -134,7 +134,7 @@ def test_a_slow_reader_of_what_is_kept_is_waited_for(tmp_path: Path) -> None:
     assert again.over
 
 
-def test_a_client_with_a_key_may_leave_and_come_back(tmp_path: Path) -> None:
+def test_client_with_an_idempotency_key_may_disconnect_and_return(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     first = worker.complete("Hello", named(), max_tokens=5)
     assert first.on_gone is not None
@@ -147,7 +147,7 @@ def test_a_client_with_a_key_may_leave_and_come_back(tmp_path: Path) -> None:
     assert [message.outcome for message in worker.meter.told] == ["length"]
 
 
-def test_a_client_without_a_key_cancels_by_leaving(tmp_path: Path) -> None:
+def test_client_without_an_idempotency_key_cancels_by_disconnecting(tmp_path: Path) -> None:
     worker, other = Worker(tmp_path), Worker(tmp_path)
     name = {"x_request_id": "r"}
     first = worker.complete("Hello", name, max_tokens=5)
@@ -164,7 +164,7 @@ def test_a_client_without_a_key_cancels_by_leaving(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_whose_process_died_is_continued_from_its_tokens(
+def test_answer_of_a_dead_worker_is_continued_from_its_tokens(
     tmp_path: Path, files: list[int], stream: bool
 ) -> None:
     settings = HandlerSettings(secret=b"s" * 32)
@@ -199,7 +199,9 @@ def test_one_whose_process_died_is_continued_from_its_tokens(
         assert waiting.dropped, "what had begun breaks off, as for the first"
 
 
-def test_one_that_died_after_its_last_token_only_ends(tmp_path: Path, files: list[int]) -> None:
+def test_answer_of_a_dead_worker_after_its_last_token_is_only_finished(
+    tmp_path: Path, files: list[int]
+) -> None:
     one, other = Worker(tmp_path), Worker(tmp_path)
     one.complete("Hello", named(), max_tokens=5, stop="rl")
     one.driver.answer.tokens(choices("wo"))
@@ -209,7 +211,7 @@ def test_one_that_died_after_its_last_token_only_ends(tmp_path: Path, files: lis
     assert again.json["choices"][0]["text"] == "wo"
 
 
-def test_one_that_cannot_be_continued_is_computed_anew(tmp_path: Path, files: list[int]) -> None:
+def test_answer_that_cannot_be_continued_is_computed_anew(tmp_path: Path, files: list[int]) -> None:
     """Of a server of plain OpenAI nobody has tokens; nor can several answers be told apart."""
     one, other = Worker(tmp_path), Worker(tmp_path)
     body = {"model": SERVER, "prompt": "Hello", "stream": True}
@@ -230,7 +232,7 @@ def test_one_that_cannot_be_continued_is_computed_anew(tmp_path: Path, files: li
     assert (len(other.driver.asked), other.driver.resumed) == (3, [])
 
 
-def test_answers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[int]) -> None:
+def test_kept_answers_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[int]) -> None:
     worker = Worker(tmp_path, saying("world"))
     worker.complete("Hello", named())
     (path,) = tmp_path.iterdir()
@@ -254,7 +256,7 @@ def test_answers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     os.close(files[3])
 
 
-def test_a_disk_that_is_full_keeps_nothing_and_stops_nobody(
+def test_full_disk_keeps_no_answers_and_stops_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker(tmp_path, saying("world"))
@@ -275,7 +277,7 @@ def test_a_disk_that_is_full_keeps_nothing_and_stops_nobody(
     assert missing.complete("Hello", named()).status == 200
 
 
-def test_frames_that_were_cut_off_end_before() -> None:
+def test_truncated_frames_of_a_kept_answer_are_ignored() -> None:
     whole = b"D\0\0\0\3abcE\0\0\0\0"
     assert frames_of(whole) == ([(b"D", b"abc"), (b"E", b"")], len(whole))
     for size in range(8):
@@ -283,7 +285,7 @@ def test_frames_that_were_cut_off_end_before() -> None:
     assert frames_of(whole[:12])[0] == [(b"D", b"abc")]
 
 
-def test_of_two_that_find_nothing_one_writes(tmp_path: Path) -> None:
+def test_only_one_of_two_concurrent_claims_writes_the_answer(tmp_path: Path) -> None:
     made = KeptAnswers(tmp_path, lambda *_: None)
     repeat_key = RepeatKey("a", "d", True)
     first, second = made.claim(repeat_key), made.claim(repeat_key)

@@ -43,7 +43,7 @@ class Keyed(Scene):
         return self.complete("x", headers=headers, **fields)
 
 
-def test_only_known_keys_are_let_in(tmp_path: Path) -> None:
+def test_only_known_keys_are_accepted(tmp_path: Path) -> None:
     resolved = Keyed(tmp_path, saying("a"))
     assert resolved.try_key(resolved.key).status == 200
     assert (resolved.driver.asked[0].tenant, resolved.meter.told[0].key) == ("ann-and-co", "ann")
@@ -61,7 +61,7 @@ def test_only_known_keys_are_let_in(tmp_path: Path) -> None:
     assert len(resolved.meter.told) == 1
 
 
-def test_keys_are_compared_in_constant_time_known_or_not(
+def test_known_and_unknown_keys_are_compared_in_constant_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolved = Keyed(tmp_path)
@@ -72,7 +72,7 @@ def test_keys_are_compared_in_constant_time_known_or_not(
     assert compared == [(32, 32), (32, 32)]
 
 
-def test_the_file_holds_no_key_and_no_log_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_key_file_and_logs_contain_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     resolved = Keyed(tmp_path)
     resolved.try_key(resolved.key)
@@ -112,7 +112,7 @@ def test_keys_are_rotated_without_a_restart(tmp_path: Path) -> None:
         {"name": "ann", "sha256": "0" * 64, "tenant": "another"},
     ],
 )
-def test_a_broken_file_keeps_the_keys_that_were_there(tmp_path: Path, wrong: Any) -> None:
+def test_invalid_key_file_keeps_the_previous_keys(tmp_path: Path, wrong: Any) -> None:
     resolved = Keyed(tmp_path, saying("a"))
     resolved.now_s = 3.0
     resolved.write(resolved.line, wrong)
@@ -131,7 +131,7 @@ def test_a_broken_file_keeps_the_keys_that_were_there(tmp_path: Path, wrong: Any
         KeyRing(resolved.path, 0.0, lambda: 0.0)
 
 
-def test_keys_expire_and_classes_may_be_few(tmp_path: Path) -> None:
+def test_keys_expire_and_may_be_limited_to_classes(tmp_path: Path) -> None:
     resolved = Keyed(tmp_path, saying("a"), expires="2001-09-09T02:46:40+00:00", classes=["batch"])
     assert resolved.try_key(resolved.key, service_tier="default").status == 403
     assert resolved.try_key(resolved.key, service_tier="flex").status == 200
@@ -140,7 +140,7 @@ def test_keys_expire_and_classes_may_be_few(tmp_path: Path) -> None:
     assert (result.status, result.json["error"]["code"]) == (401, "expired_api_key")
 
 
-def test_limited_key_request_without_class_gets_first_allowed_class(tmp_path: Path) -> None:
+def test_limited_key_request_without_class_gets_the_first_allowed_class(tmp_path: Path) -> None:
     for classes, expected in ((["batch", "interactive"], "batch"), (["batch", "standard"], "standard")):
         scene = Keyed(tmp_path, saying("a"), classes=classes)
         for fields in ({}, {"service_tier": "auto"}, {"priority": 0}):
@@ -148,7 +148,7 @@ def test_limited_key_request_without_class_gets_first_allowed_class(tmp_path: Pa
         assert [request.request_class for request in scene.driver.asked] == [expected] * 3
 
 
-def test_limited_key_with_classes_unknown_to_gateway_is_refused(tmp_path: Path) -> None:
+def test_limited_key_with_classes_unknown_to_the_gateway_is_refused(tmp_path: Path) -> None:
     scene = Keyed(tmp_path, saying("a"), classes=["nightly"])
     result = scene.try_key(scene.key)
     assert (result.status, result.json["error"]["code"]) == (403, "class_not_allowed")
@@ -181,7 +181,7 @@ def test_limited_key_with_classes_unknown_to_gateway_is_refused(tmp_path: Path) 
         ({"priority": -1}, {"x-potluck-class": "batch"}, "priority_not_allowed", "priority"),
     ],
 )
-def test_limited_key_cannot_leave_its_classes(
+def test_limited_key_cannot_use_other_classes(
     tmp_path: Path, chat: bool, fields: dict[str, Any], headers: dict[str, str], code: str, param: str
 ) -> None:
     scene = Keyed(tmp_path, saying("a"), classes=["batch"])
@@ -193,13 +193,13 @@ def test_limited_key_cannot_leave_its_classes(
     assert scene.driver.asked == []
 
 
-def test_key_line_with_bad_classes_is_refused() -> None:
+def test_key_line_with_invalid_classes_is_refused() -> None:
     for classes in ([], ["batch", "batch"], [""], ["a\nb"], ["x" * 257]):
         with pytest.raises(InputError, match="classes: must be 1 to"):
             new_key("ann", classes=classes)
 
 
-def test_requests_per_minute(tmp_path: Path) -> None:
+def test_requests_per_minute_limit_refuses_with_retry_after(tmp_path: Path) -> None:
     resolved = Keyed(tmp_path, saying("a"), requests_per_min=2)
     first = resolved.try_key(resolved.key)
     assert (first.sent["x-ratelimit-limit-requests"], first.sent["x-ratelimit-remaining-requests"]) == (
@@ -259,7 +259,7 @@ def test_chat_without_max_tokens_reserves_the_rest_of_the_context(tmp_path: Path
         ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 1, "n_predict": 300}, 10 + 300),
     ],
 )
-def test_completion_reserves_every_answer_at_its_longest(
+def test_completion_reserves_the_maximum_length_of_every_choice(
     tmp_path: Path, fields: dict[str, Any], most_tokens: int
 ) -> None:
     scene = Keyed(tmp_path, tokens_per_min=10_000)
@@ -269,7 +269,7 @@ def test_completion_reserves_every_answer_at_its_longest(
     assert b"x-ratelimit-remaining-tokens: %d\r\n" % (10_000 - most_tokens) in bucket
 
 
-def test_plain_chat_with_two_limits_reserves_the_larger_one(tmp_path: Path) -> None:
+def test_plain_chat_with_two_token_limits_reserves_the_larger_one(tmp_path: Path) -> None:
     scene = Keyed(tmp_path, tokens_per_min=10_000)
     for most_tokens, limits in (
         (10 + 400, {"max_tokens": 400, "max_completion_tokens": 1}),
@@ -287,7 +287,7 @@ def remaining_tokens(scene: Keyed) -> int:
     return int(headers.partition(b"remaining-tokens: ")[2].partition(b"\r")[0])
 
 
-def test_limit_beyond_any_context_is_refused_before_anything_is_reserved(tmp_path: Path) -> None:
+def test_token_limit_beyond_any_context_is_refused_before_reservation(tmp_path: Path) -> None:
     scene = Keyed(tmp_path, tokens_per_min=10_000)
     body = {"model": SERVER, "prompt": "x" * 40, "max_tokens": 10**4000}
     assert scene.ask("/v1/completions", body, authorization=f"Bearer {scene.key}").status == 400
@@ -295,7 +295,7 @@ def test_limit_beyond_any_context_is_refused_before_anything_is_reserved(tmp_pat
     assert b"x-ratelimit-remaining-tokens: 10000\r\n" in bucket
 
 
-def test_request_that_may_exceed_the_bucket_waits_until_it_is_full(tmp_path: Path) -> None:
+def test_request_larger_than_the_bucket_waits_until_it_is_full(tmp_path: Path) -> None:
     scene = Keyed(tmp_path, tokens_per_min=120)
     headers = {"authorization": f"Bearer {scene.key}"}
     assert scene.try_key(scene.key, max_tokens=19).status is None
@@ -311,7 +311,7 @@ def test_request_that_may_exceed_the_bucket_waits_until_it_is_full(tmp_path: Pat
     assert scene.try_key(scene.key, max_tokens=1).status is None, "settled by what it used"
 
 
-def test_concurrent_requests(tmp_path: Path) -> None:
+def test_concurrent_request_limit_is_released_when_requests_end(tmp_path: Path) -> None:
     resolved = Keyed(tmp_path, concurrent=2)
     first = resolved.try_key(resolved.key)
     resolved.try_key(resolved.key)
@@ -327,7 +327,7 @@ def test_concurrent_requests(tmp_path: Path) -> None:
     assert resolved.try_key(resolved.key).status is None, "a request that was wrong has left its place"
 
 
-def test_tenants_share_no_prefixes_unless_told_to(tmp_path: Path) -> None:
+def test_tenants_share_no_prefixes_by_default(tmp_path: Path) -> None:
     settings = HandlerSettings(secret=b"s" * 32)
     resolved = Keyed(tmp_path, settings=settings)
     other, line = new_key("bob", "bob")
@@ -355,7 +355,7 @@ def test_tenants_share_no_prefixes_unless_told_to(tmp_path: Path) -> None:
     assert plain.driver.asked[1].salt == ""
 
 
-def test_tenants_of_one_circle_share_prefixes_of_its_models_and_nobody_else_does(tmp_path: Path) -> None:
+def test_tenants_of_one_sharing_group_share_prefixes_of_its_models_only(tmp_path: Path) -> None:
     tenants = ("ann", "bob", "cid")
     made = [new_key(name, name) for name in tenants]
 
@@ -437,7 +437,7 @@ def test_admitted_tokens_stay_within_rate_and_one_oversized_request(
     assert len(admitted) <= 10 + now_s * 10 / 60 + 1e-6
 
 
-def test_reservation_of_a_worker_that_died_is_given_back(tmp_path: Path) -> None:
+def test_reservation_of_a_dead_worker_is_released(tmp_path: Path) -> None:
     rows = [SharedUse(tmp_path / "use", worker, 2).row("ann") for worker in range(2)]
     dying, other = (KeyQuota(Quota(tokens_per_min=100), 0.0, shared_use) for shared_use in rows)
     assert dying.enter(0.0) is None
@@ -448,7 +448,7 @@ def test_reservation_of_a_worker_that_died_is_given_back(tmp_path: Path) -> None
     assert other.reserve(10, 0.0) is None
 
 
-def test_limits_hold_across_workers(tmp_path: Path) -> None:
+def test_key_limits_hold_across_workers(tmp_path: Path) -> None:
     key, line = new_key("ann")
     (tmp_path / "keys").write_text(
         json.dumps({**json.loads(line), "requests_per_min": 6, "tokens_per_min": 100, "concurrent": 3})
@@ -478,7 +478,7 @@ def test_limits_hold_across_workers(tmp_path: Path) -> None:
     assert (fresh.enter(0.0), fresh.open) == (None, 1), "what its predecessor had under way is gone"
 
 
-def test_use_by_another_worker_that_is_heard_of_late_counts_from_when_it_was(tmp_path: Path) -> None:
+def test_late_use_reported_by_another_worker_counts_from_its_time(tmp_path: Path) -> None:
     """A worker that a key was not shown to for a while still has a full bucket when it hears of the others' use."""
     slates = [SharedUse(tmp_path / "slate", worker, 2) for worker in range(2)]
     quota = Quota(requests_per_min=6, tokens_per_min=150)
@@ -497,7 +497,7 @@ def test_use_by_another_worker_that_is_heard_of_late_counts_from_when_it_was(tmp
     assert one.reserve(140, 91.0) is None, "what was not used is given back to all workers"
 
 
-def test_a_slate_keeps_keys_apart(tmp_path: Path) -> None:
+def test_shared_use_file_keeps_keys_separate(tmp_path: Path) -> None:
     slates = [SharedUse(tmp_path / "slate", worker, 3) for worker in range(3)]
     names = [f"key-{number}" for number in range(200)]
     rows = [{name: shared_use.row(name) for name in names} for shared_use in slates]
@@ -511,7 +511,7 @@ def test_a_slate_keeps_keys_apart(tmp_path: Path) -> None:
         SharedUse(tmp_path / "slate", 3, 3)
 
 
-def test_a_new_key_is_shown_once_and_its_line_has_only_its_hash() -> None:
+def test_new_key_is_shown_once_and_its_line_has_only_its_hash() -> None:
     key, line = new_key("ann")
     assert key not in line
     assert json.loads(line)["tenant"] == "ann"
@@ -520,7 +520,7 @@ def test_a_new_key_is_shown_once_and_its_line_has_only_its_hash() -> None:
         new_key("a\nb")
 
 
-def test_a_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
+def test_key_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
     resolved = Keyed(tmp_path, saying("a"))
     resolved.write('{"open": true}')
     with pytest.raises(InputError, match="others can reach this gateway"):

@@ -30,7 +30,7 @@ from potluck.gateway.openai.response import REFUSALS
 from potluck.gateway.values import AnswerSink, ChoiceRequest
 
 
-def test_a_whole_completion() -> None:
+def test_completion_has_text_usage_and_logged_outcome() -> None:
     resolved = Scene(saying("world", cached=3))
     result = resolved.complete("Hello", max_tokens=5, temperature=0)
     assert (result.status, result.over, result.streamed) == (200, True, False)
@@ -57,7 +57,7 @@ def test_a_whole_completion() -> None:
     assert resolved.door.open == 0
 
 
-def test_a_streamed_chat_with_its_usage() -> None:
+def test_streamed_chat_has_role_content_finish_and_usage() -> None:
     resolved = Scene(saying("Hey", "stop"))
     result = resolved.chat("Hi", stream=True, stream_options={"include_usage": True})
     assert (result.status, result.over) == (200, True)
@@ -74,7 +74,7 @@ def test_a_streamed_chat_with_its_usage() -> None:
     assert resolved.meter.told[0].streamed
 
 
-def test_prompts_times_n_are_so_many_answers_with_seeds_of_their_own() -> None:
+def test_prompts_times_n_become_requests_with_derived_seeds() -> None:
     resolved = Scene()
     result = resolved.complete(["ab", tokens("cde")], n=2, seed=7, temperature=1, max_tokens=4)
     asked = resolved.driver.asked
@@ -93,7 +93,7 @@ def test_prompts_times_n_are_so_many_answers_with_seeds_of_their_own() -> None:
     assert result.json["usage"] == usage(5, 4, 5)
 
 
-def test_streamed_choices_come_as_they_come() -> None:
+def test_streamed_choices_are_sent_as_they_arrive() -> None:
     resolved = Scene()
     result = resolved.chat(n=2, stream=True)
     first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked)
@@ -115,7 +115,7 @@ def test_streamed_choices_come_as_they_come() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
-def test_log_probabilities(stream: bool, chat: bool) -> None:
+def test_log_probabilities_are_returned_in_every_response_shape(stream: bool, chat: bool) -> None:
     def script(asked: Any, answer: Any) -> None:
         assert asked.sampling.logprobs == 1
         answer.tokens([SampledToken(33, -0.5, ((33, -0.5),))])
@@ -137,7 +137,9 @@ def test_log_probabilities(stream: bool, chat: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_completion_top_logprobs_has_most_likely_tokens_and_sampled_token(count: int, stream: bool) -> None:
+def test_completion_top_logprobs_has_most_likely_tokens_and_the_sampled_token(
+    count: int, stream: bool
+) -> None:
     likeliest = ((33, -0.125), (34, -2.5))
 
     def script(asked: Any, answer: Any) -> None:
@@ -164,7 +166,9 @@ def test_completion_top_logprobs_with_equal_texts_keeps_sampled_and_likelier_val
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_chat_top_logprobs_has_requested_count_without_sampled_token(count: int, stream: bool) -> None:
+def test_chat_top_logprobs_has_the_requested_count_without_the_sampled_token(
+    count: int, stream: bool
+) -> None:
     likeliest = ((33, -0.125), (34, -2.5))
 
     def script(asked: Any, answer: Any) -> None:
@@ -216,7 +220,7 @@ def test_stream_options_without_stream_is_400(options: dict[str, Any], stream: d
         assert resolved.chat("x", stream_options=None, **stream).status == 200
 
 
-def test_ends_are_not_shown_and_ends_that_clients_set_reach_the_engine() -> None:
+def test_end_tokens_are_hidden_and_client_stop_tokens_reach_the_engine() -> None:
     resolved = Scene()
     result = resolved.complete(
         "x", stop_token_ids=[40], ignore_eos=False, min_tokens=1, max_tokens=9, priority=3
@@ -251,7 +255,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
-def test_what_the_brain_refuses_has_its_status(reason: str) -> None:
+def test_brain_refusal_reason_maps_to_its_http_status(reason: str) -> None:
     resolved = Scene(refusing(reason, "all are busy", 2.3))
     result = resolved.chat(stream=True)
     assert (result.status, result.json["error"]["message"]) == (REFUSED[reason], "all are busy")
@@ -260,7 +264,7 @@ def test_what_the_brain_refuses_has_its_status(reason: str) -> None:
     assert resolved.door.open == 0
 
 
-def test_a_refusal_of_one_choice_ends_all() -> None:
+def test_refusal_of_one_choice_ends_all_choices() -> None:
     resolved = Scene()
     result = resolved.complete("x", n=3)
     first, second, third = resolved.driver.asked
@@ -273,14 +277,14 @@ def test_a_refusal_of_one_choice_ends_all() -> None:
     assert len(resolved.meter.told) == 1
 
 
-def test_a_choice_that_is_refused_at_once_keeps_the_others_from_beginning() -> None:
+def test_refusal_of_the_first_choice_prevents_the_others() -> None:
     resolved = Scene(refusing("overloaded"))
     assert resolved.complete("x", n=3).status == 429
     assert len(resolved.driver.asked) == 1
     assert resolved.driver.cancelled == []
 
 
-def test_an_error_in_a_stream_is_an_event_of_it() -> None:
+def test_error_during_a_stream_is_a_stream_event() -> None:
     resolved = Scene()
     result = resolved.chat(stream=True)
     resolved.driver.answer.tokens(choices("ab"))
@@ -291,7 +295,7 @@ def test_an_error_in_a_stream_is_an_event_of_it() -> None:
     assert resolved.meter.told[0].output_tokens == 2
 
 
-def test_a_client_that_leaves_is_cancelled_and_one_that_is_slow_holds_its_answer_back() -> None:
+def test_client_disconnect_cancels_its_choices_and_a_slow_client_pauses_them() -> None:
     resolved = Scene()
     result = resolved.chat(stream=True, n=2)
     assert result.on_room is not None
@@ -332,7 +336,7 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "status", "param"), WRONG)
-def test_what_is_wrong_is_named(fields: dict[str, Any], status: int, param: str | None) -> None:
+def test_invalid_field_is_refused_by_name(fields: dict[str, Any], status: int, param: str | None) -> None:
     resolved = Scene()
     result = resolved.complete(**{"prompt": "x", **fields})
     assert (result.status, result.json["error"]["param"]) == (status, param)
@@ -345,11 +349,11 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], status: int, param: str 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff", b'"x"', b'{"model": "tiny", "prompt": "\\ud800"}']
 )
-def test_what_is_no_json_is_400(body: bytes) -> None:
+def test_body_that_is_not_json_is_400(body: bytes) -> None:
     assert Scene().ask(body=body).status == 400
 
 
-def test_other_paths() -> None:
+def test_models_health_and_ready_paths_are_answered() -> None:
     resolved = Scene(ready=lambda model: "no replica" if model == SERVER else "")
     models = resolved.ask("/v1/models", method="GET").json
     assert [entry["id"] for entry in models["data"]] == [NAME, SERVER]
@@ -367,7 +371,7 @@ def test_other_paths() -> None:
     assert resolved.ask("/health", method="GET", x_request_id="my own").sent["x-request-id"] != "my own"
 
 
-def test_the_openapi_file_tells_of_every_path_and_of_the_fields_that_are_read() -> None:
+def test_openapi_document_lists_every_path_and_read_field() -> None:
     resolved = Scene(saying("a"))
     result = resolved.ask("/openapi.json", method="GET").json
     schemas = result["components"]["schemas"]
@@ -386,7 +390,7 @@ def test_the_openapi_file_tells_of_every_path_and_of_the_fields_that_are_read() 
         assert schema["model"]["enum"] == [NAME, SERVER]
 
 
-def test_while_closing_nothing_new_is_taken() -> None:
+def test_closing_gateway_refuses_new_requests_with_503() -> None:
     resolved = Scene()
     resolved.door.closing = "shutting down"
     result = resolved.complete()
@@ -394,7 +398,7 @@ def test_while_closing_nothing_new_is_taken() -> None:
     assert resolved.ask("/ready", method="GET").status == 503
 
 
-def test_classes_and_deadlines() -> None:
+def test_request_class_and_deadline_come_from_headers_or_service_tier() -> None:
     resolved = Scene()
     resolved.now_s = 5.0
     resolved.complete(headers={"x-potluck-class": "interactive", "x-potluck-deadline-ms": "1500"})
@@ -408,7 +412,7 @@ def test_classes_and_deadlines() -> None:
     assert resolved.complete(headers={"x-potluck-deadline-ms": "soon"}).status == 400
 
 
-def test_a_request_may_refuse_lossy_kv() -> None:
+def test_exact_header_disables_lossy_kv() -> None:
     resolved = Scene()
     for text in ("1", "true", "0", "false"):
         resolved.complete(headers={"x-potluck-exact": text})
@@ -420,14 +424,14 @@ def test_a_request_may_refuse_lossy_kv() -> None:
         assert "must be 1, 0, true or false" in result.json["error"]["message"]
 
 
-def test_pages_of_other_origins_are_turned_away_where_there_are_no_keys() -> None:
+def test_requests_from_other_origins_are_refused_without_keys() -> None:
     resolved = Scene(saying("x"))
     assert resolved.complete(headers={"origin": "http://evil.example"}).status == 403
     assert resolved.complete(headers={"host": "evil.example"}).status == 403
     assert resolved.complete(headers={"host": "localhost:8000"}).status == 200
 
 
-def test_what_nobody_expected_is_a_500_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_exception_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
     def script(asked: Any, answer: object) -> None:
         raise RuntimeError(asked.body)
 
@@ -445,7 +449,7 @@ def test_what_nobody_expected_is_a_500_that_says_nothing(caplog: pytest.LogCaptu
     st.booleans(),
     st.sampled_from(["stop", "length"]),
 )
-def test_bytes_written_straight_are_what_json_makes(
+def test_prebuilt_response_bytes_equal_serialised_json(
     text: str, model: str, chat: bool, index: int, said: bool, finish: str
 ) -> None:
     head = ReplyHead("id-1", 77, model, chat, said)
@@ -477,7 +481,7 @@ def test_bytes_written_straight_are_what_json_makes(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_it_and_the_rest_is_not_wanted(stream: bool) -> None:
+def test_stop_string_ends_the_answer_at_the_engine(stream: bool) -> None:
     resolved = Scene()
     result = resolved.complete("x", stop=["lo w"], stream=stream, max_tokens=20)
     answer = resolved.driver.answer
@@ -504,7 +508,7 @@ def until_stop(text: str, stops: list[str], included: bool) -> tuple[str, int, s
 
 
 @given(st.data())
-def test_random_stop_strings_end_every_shape_of_answer_alike(data: st.DataObject) -> None:
+def test_random_stop_strings_end_every_response_shape_at_the_same_text(data: st.DataObject) -> None:
     """Streamed or whole, chat or completion, with and without log probabilities, in whatever pieces tokens come."""
     stops = data.draw(st.lists(st.text("ab ", min_size=1, max_size=3), min_size=1, max_size=3))
     texts = data.draw(st.lists(st.text("abc ", min_size=1, max_size=12), min_size=1, max_size=3))
@@ -554,7 +558,7 @@ def test_random_stop_strings_end_every_shape_of_answer_alike(data: st.DataObject
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_an_engine_finds_wrong_reaches_the_client_as_it_is(n: int, stream: bool) -> None:
+def test_engine_error_reaches_the_client_unchanged(n: int, stream: bool) -> None:
     error = {
         "message": "no such type",
         "type": "invalid_request_error",
@@ -570,7 +574,7 @@ def test_what_an_engine_finds_wrong_reaches_the_client_as_it_is(n: int, stream: 
     assert (result.status, result.json["error"]) == (400, error)
 
 
-def test_formats_and_penalties_are_a_part_of_how_tokens_are_drawn() -> None:
+def test_response_formats_and_penalties_are_part_of_sampling() -> None:
     resolved = Scene()
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "object"}}}
     biases = {"7": -100, "3": 2.5}

@@ -34,7 +34,7 @@ REPLY = {
 }
 
 
-def test_a_whole_reply_goes_on_as_it_came() -> None:
+def test_whole_reply_of_a_plain_server_is_relayed_unchanged() -> None:
     resolved = Scene()
     body = {"model": SERVER, "prompt": "Hello you", "tools": [1], "whatever": 3}
     result = resolved.ask("/v1/completions", body)
@@ -59,7 +59,7 @@ def test_a_whole_reply_goes_on_as_it_came() -> None:
     )
 
 
-def test_a_second_attempt_replaces_what_the_first_had_said() -> None:
+def test_second_attempt_replaces_the_partial_reply_of_the_first() -> None:
     resolved = Scene()
     result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "Hello"})
     answer = resolved.driver.answer
@@ -72,7 +72,7 @@ def test_a_second_attempt_replaces_what_the_first_had_said() -> None:
     assert resolved.meter.told[0].estimated
 
 
-def test_a_stream_goes_on_as_it_comes() -> None:
+def test_stream_of_a_plain_server_is_relayed_unchanged() -> None:
     resolved = Scene()
     result = resolved.ask(
         "/v1/chat/completions", {"model": SERVER, "messages": [{"role": "user"}], "stream": True, "n": 3}
@@ -89,7 +89,7 @@ def test_a_stream_goes_on_as_it_comes() -> None:
     assert len(resolved.meter.seen_s) == 1
 
 
-def test_a_stream_that_breaks_off_says_so() -> None:
+def test_broken_relayed_stream_ends_with_an_error_event() -> None:
     resolved = Scene()
     result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
     resolved.driver.answer.relay_begin(200, b"text/event-stream")
@@ -98,7 +98,7 @@ def test_a_stream_that_breaks_off_says_so() -> None:
     assert result.events[-1]["error"]["message"] == "the server died"
 
 
-def test_an_error_of_a_server_keeps_its_status() -> None:
+def test_error_of_a_plain_server_keeps_its_status() -> None:
     resolved = Scene()
     result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
     resolved.driver.answer.relay_begin(422, b"application/json")
@@ -107,7 +107,7 @@ def test_an_error_of_a_server_keeps_its_status() -> None:
     assert (result.status, result.data, resolved.meter.told[0].outcome) == (422, b'{"error": {}}', "upstream")
 
 
-def test_of_several_choices_servers_and_engines_may_each_say_some() -> None:
+def test_choices_may_come_from_plain_servers_and_segment_engines() -> None:
     resolved = Scene()
     result = resolved.complete("ab", n=2, max_tokens=9)
     first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked)
@@ -133,7 +133,7 @@ def test_of_several_choices_servers_and_engines_may_each_say_some() -> None:
     assert broken.status == 502
 
 
-def test_a_server_whose_tokens_are_told_is_shown_like_an_engine() -> None:
+def test_plain_server_with_token_ids_is_shown_like_an_engine() -> None:
     card = requests.ModelCard("m", 512, letters(), plain=True)
     for extra, shown in (({}, "ab"), ({"tools": [1]}, "abc")):
         resolved = Scene(cards={"m": card})
@@ -150,7 +150,7 @@ def test_a_server_whose_tokens_are_told_is_shown_like_an_engine() -> None:
         assert ("usage" in result.events[-1]) == (not extra)
 
 
-def test_what_a_server_may_know_is_left_to_it_and_what_is_needed_is_checked() -> None:
+def test_plain_server_fields_are_forwarded_and_required_ones_are_checked() -> None:
     resolved = Scene()
     images = [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "What is it?"}]}]
     resolved.ask("/v1/chat/completions", {"model": SERVER, "messages": images, "max_completion_tokens": 7})
@@ -161,7 +161,7 @@ def test_what_a_server_may_know_is_left_to_it_and_what_is_needed_is_checked() ->
 
 
 @given(st.lists(st.integers(0, 400), max_size=6))
-def test_parts_are_found_however_they_are_cut(cuts: list[int]) -> None:
+def test_stream_events_are_found_for_any_chunking(cuts: list[int]) -> None:
     raw = (
         b"".join(b"data: %s\r\n\r\n" % json.dumps({"n": n}).encode() for n in range(20)) + b"data: [DONE]\n\n"
     )
@@ -174,7 +174,7 @@ def test_parts_are_found_however_they_are_cut(cuts: list[int]) -> None:
     assert result == [{"n": n} for n in range(20)]
 
 
-def test_usage_is_that_told_last() -> None:
+def test_usage_of_a_relayed_reply_is_the_last_reported() -> None:
     first = b'{"usage": {"prompt_tokens": 1, "completion_tokens": 2}}'
     assert counted(first + json.dumps(REPLY).encode())[:2] == (11, 4)
     assert counted(b"{}") == (None, None, 0)
@@ -199,7 +199,7 @@ def ask(resolved: Scene, text: str, **fields: object) -> tuple[int, int]:
     return len(asked.prompt), asked.prompt_tokens
 
 
-def test_the_first_prompts_are_tokenised_and_teach_how_long_the_others_are() -> None:
+def test_first_prompts_are_tokenised_to_estimate_the_length_of_others() -> None:
     resolved = scene_of()
     assert [ask(resolved, "a" * 100) for _ in range(requests.FEW)] == [(100, 100)] * requests.FEW
     assert [ask(resolved, "a" * 200) for _ in range(requests.SAMPLE - requests.FEW - 1)] == [(0, 200)] * (
@@ -209,7 +209,7 @@ def test_the_first_prompts_are_tokenised_and_teach_how_long_the_others_are() -> 
     assert ask(resolved, "a" * 300) == (0, 300)
 
 
-def test_what_might_not_fit_is_tokenised_and_refused_if_it_does_not() -> None:
+def test_prompt_that_might_not_fit_is_tokenised_and_refused_if_too_long() -> None:
     resolved = scene_of()
     for _ in range(requests.FEW):
         ask(resolved, "a" * 10)
@@ -220,7 +220,7 @@ def test_what_might_not_fit_is_tokenised_and_refused_if_it_does_not() -> None:
     assert (refused.status, refused.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_engines_that_run_segments_need_tokens() -> None:
+def test_prompts_for_segment_engines_are_tokenised() -> None:
     there = [False]
     resolved = scene_of(directory=SimpleNamespace(segments=lambda model: there[0]))
     for _ in range(requests.FEW):
@@ -230,7 +230,7 @@ def test_engines_that_run_segments_need_tokens() -> None:
     assert ask(resolved, "a" * 10) == (10, 10)
 
 
-def test_what_a_server_used_teaches_and_is_what_is_recorded() -> None:
+def test_reported_usage_improves_the_length_estimate_and_is_recorded() -> None:
     resolved = Scene(cards={"m": requests.ModelCard("m", ROOM, None, plain=True)})
     assert ask(resolved, "a" * 80) == (0, 20), "nothing is known: four characters"
     usage = {"usage": {"prompt_tokens": 40, "completion_tokens": 3}}
@@ -244,7 +244,7 @@ def test_what_a_server_used_teaches_and_is_what_is_recorded() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-5, 10**7), st.integers(-5, 10**7))))
-def test_whatever_is_said_a_token_has_some_characters(said: list[tuple[int, int]]) -> None:
+def test_learned_characters_per_token_stay_bounded(said: list[tuple[int, int]]) -> None:
     length = requests.TenantLength()
     for chars, tokens in said:
         length.learn(chars, tokens)
@@ -252,7 +252,7 @@ def test_whatever_is_said_a_token_has_some_characters(said: list[tuple[int, int]
 
 
 @given(st.floats(0.6, 15.0))
-def test_what_is_steady_is_learned(truth: float) -> None:
+def test_learned_characters_per_token_converge(truth: float) -> None:
     length = requests.TenantLength()
     for number in range(200):
         tokens = 50 + number % 7 * 40
@@ -260,7 +260,7 @@ def test_what_is_steady_is_learned(truth: float) -> None:
     assert length.chars_per_token == pytest.approx(truth, rel=0.02)
 
 
-def test_tenants_and_models_are_apart() -> None:
+def test_length_estimates_are_separate_by_tenant_and_model() -> None:
     lengths = requests.LengthEstimates()
     lengths.of("m", "ann").learn(100, 100)
     assert lengths.of("m", "ann").chars_per_token == 1.0
@@ -298,7 +298,7 @@ def text(tokens: tuple[int, ...]) -> str:
         {"messages": [{"role": "tool", "tool_call_id": "c", "content": "hi"}]},
     ],
 )
-def test_what_engines_can_do_goes_on_to_them_as_it_came(more: dict[str, Any]) -> None:
+def test_fields_for_engine_features_are_forwarded_unchanged(more: dict[str, Any]) -> None:
     there = scene()
     body = {"model": NAME, "messages": USER, "max_tokens": 9, "temperature": 0, "priority": 3, **more}
     there.ask("/v1/chat/completions", body)
@@ -319,19 +319,19 @@ def test_what_engines_can_do_goes_on_to_them_as_it_came(more: dict[str, Any]) ->
         assert refused.status == 400
 
 
-def test_plain_requests_are_tokens_as_ever() -> None:
+def test_plain_requests_are_sent_as_tokens() -> None:
     there = scene()
     there.ask("/v1/chat/completions", {"model": NAME, "messages": USER, "tools": [], "presence_penalty": 0})
     assert not there.driver.asked[0].own
 
 
-def test_tools_are_part_of_the_prompt() -> None:
+def test_tools_are_part_of_the_rendered_prompt() -> None:
     there = scene()
     there.ask("/v1/chat/completions", {"model": NAME, "messages": USER, "tools": TOOLS})
     assert text(there.driver.asked[0].prompt) == "f:hi"
 
 
-def test_each_of_several_answers_is_asked_for_with_a_seed_of_its_own() -> None:
+def test_each_of_several_forwarded_choices_has_its_own_seed() -> None:
     there = scene()
     body = {"model": NAME, "messages": USER, "tools": TOOLS, "n": 2, "temperature": 1, "seed": 5}
     exchange = there.ask("/v1/chat/completions", body)
@@ -345,7 +345,7 @@ def test_each_of_several_answers_is_asked_for_with_a_seed_of_its_own() -> None:
     assert exchange.json["usage"]["completion_tokens"] == 14
 
 
-def test_several_streams_are_one_with_a_usage_that_counts_tokens() -> None:
+def test_several_forwarded_streams_are_merged_with_token_usage() -> None:
     there = scene()
     body = {"model": NAME, "messages": USER, "tools": TOOLS, "n": 2, "stream": True}
     exchange = there.ask("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
@@ -359,7 +359,7 @@ def test_several_streams_are_one_with_a_usage_that_counts_tokens() -> None:
     assert exchange.events[-1]["usage"]["completion_tokens"] == 60
 
 
-def test_a_completion_goes_on_with_its_tokens() -> None:
+def test_forwarded_completion_has_its_prompt_as_tokens() -> None:
     there = scene()
     there.ask("/v1/completions", {"model": NAME, "prompt": "hi", "suffix": "x"})
     there.ask("/v1/completions", {"model": NAME, "prompt": "hi", "echo": True})
@@ -368,13 +368,13 @@ def test_a_completion_goes_on_with_its_tokens() -> None:
     assert json.loads(echoed.body)["prompt"] == "hi", "whose text is told"
 
 
-def test_hand_overs_are_not_the_clients_to_ask_for() -> None:
+def test_kv_transfer_params_from_a_client_are_refused() -> None:
     body = {"model": NAME, "messages": USER, "kv_transfer_params": {"potluck": {"request": "r"}}}
     refused = scene().ask("/v1/chat/completions", body)
     assert (refused.status, refused.json["error"]["param"]) == (400, "kv_transfer_params")
 
 
-def test_adapters_are_models_that_share_no_prefixes_with_theirs() -> None:
+def test_adapters_are_models_with_their_own_prefix_salt() -> None:
     there = scene()
     for name in (NAME, "lora"):
         there.ask("/v1/chat/completions", {"model": name, "messages": USER})

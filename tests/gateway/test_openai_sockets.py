@@ -65,7 +65,7 @@ def later(text: str) -> Callable[[ChoiceRequest, AnswerSink], None]:
     return script
 
 
-def test_openais_client_is_served() -> None:
+def test_openai_client_gets_models_completions_and_chats() -> None:
     async def scenario() -> None:
         async with served(later(ANSWER)) as (client, driver):
             assert [model.id async for model in client.models.list()] == [NAME, SERVER]
@@ -99,7 +99,7 @@ def test_openais_client_is_served() -> None:
     asyncio.run(scenario())
 
 
-def test_openais_client_hears_what_goes_wrong() -> None:
+def test_openai_client_raises_the_matching_errors() -> None:
     async def scenario() -> None:
         def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
             if asked.stream:
@@ -119,7 +119,7 @@ def test_openais_client_hears_what_goes_wrong() -> None:
     asyncio.run(scenario())
 
 
-def test_https(tmp_path: Path) -> None:
+def test_gateway_serves_https_with_a_certificate(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which makes a certificate, is not there")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -230,7 +230,7 @@ def test_no_body_is_answered_with_500(
 
 @settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=60), st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
-def test_rubbish_is_answered(body: bytes, path: str) -> None:
+def test_invalid_body_on_any_path_gets_a_4xx_answer(body: bytes, path: str) -> None:
     result = Scene(saying("x")).ask(path, body)
     assert result.status is not None
     assert 400 <= result.status < 500
@@ -252,7 +252,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("who", ASKED)
 @pytest.mark.parametrize("chat", [True, False])
-def test_completions_and_chats(who: str, chat: bool) -> None:
+def test_load_generator_bodies_get_completions_and_chats(who: str, chat: bool) -> None:
     resolved = Scene(saying("abcde"))
     content = "1 2 3" if who == "aiperf" else [{"type": "text", "text": "1 2 3"}]
     asked = {"messages": [{"role": "user", "content": content}]} if chat else {"prompt": "1 2 3"}
@@ -270,7 +270,7 @@ def test_completions_and_chats(who: str, chat: bool) -> None:
     assert (resolved.driver.asked[0].max_output_tokens, resolved.driver.asked[0].ignore_eos) == (5, True)
 
 
-def test_what_no_model_here_can_do() -> None:
+def test_unsupported_openai_paths_are_refused() -> None:
     for path in ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/images/generations"):
         result = Scene().ask(path, {"model": NAME, "input": "Hi"})
         assert (result.status, result.json["error"]["code"]) == (400, "unsupported")
@@ -279,7 +279,7 @@ def test_what_no_model_here_can_do() -> None:
 
 
 @pytest.mark.parametrize("model", ["words", "words-hybrid"])
-def test_shipped_models_are_read_as_the_engine_reads_them(model: str) -> None:
+def test_shipped_models_have_the_same_card_as_in_the_engine(model: str) -> None:
     folder = shipped_model().parent / model
     card, config = read_card(model, folder), read_config(folder, described(folder))
     assert card.context_tokens == config.model.max_context_tokens

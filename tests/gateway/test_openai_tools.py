@@ -108,7 +108,7 @@ KOELN = {"name": "weather", "arguments": ARGUMENTS}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_tool_calls_are_read_from_tokens_of_engines(n: int, logprobs: bool, stream: bool) -> None:
+def test_tool_calls_are_parsed_from_engine_tokens(n: int, logprobs: bool, stream: bool) -> None:
     resolved = scene(saying(TWO, "stop", cached=1))
     options = {"stream_options": {"include_usage": True}} if stream else {}
     result = resolved.chat("Hi", tools=[WEATHER], n=n, stream=stream, logprobs=logprobs, **options)
@@ -141,7 +141,7 @@ def test_tool_calls_are_read_from_tokens_of_engines(n: int, logprobs: bool, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_call_alone_has_null_content(stream: bool) -> None:
+def test_tool_call_without_text_has_null_content(stream: bool) -> None:
     (answer,) = gathered(scene(saying(CALL + " ", "stop")).chat(tools=[WEATHER], stream=stream))
     assert answer["message"]["content"] is None
     assert functions(answer["message"]) == [KOELN]
@@ -166,7 +166,7 @@ def test_call_alone_has_null_content(stream: bool) -> None:
         ),
     ],
 )
-def test_unfinished_and_invalid_calls_are_content(
+def test_unfinished_and_invalid_tool_calls_are_content(
     text: str, reason: str, calls: int, content: str | None, finish: str, stream: bool
 ) -> None:
     (answer,) = gathered(scene(saying(text, reason)).chat(tools=[WEATHER], stream=stream))
@@ -176,7 +176,7 @@ def test_unfinished_and_invalid_calls_are_content(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_tools_tags_are_text(stream: bool) -> None:
+def test_tool_call_tags_without_tools_are_text(stream: bool) -> None:
     for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
         resolved = scene(saying(CALL, "stop"))
         (answer,) = gathered(resolved.chat("Hi", stream=stream, **fields))
@@ -200,7 +200,7 @@ def test_stop_strings_end_answers_with_tools(
     assert (answer["message"]["content"], answer["finish_reason"]) == (content, finish)
 
 
-def test_text_is_streamed_while_calls_are_awaited() -> None:
+def test_text_is_streamed_before_a_tool_call_is_complete() -> None:
     resolved = scene()
     result = resolved.chat(tools=[WEATHER], stream=True)
     answer = resolved.driver.answer
@@ -227,7 +227,7 @@ def test_parallel_tool_calls_false_gives_one_call(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tags_that_are_special_tokens_are_read(stream: bool) -> None:
+def test_tool_call_tags_that_are_special_tokens_are_parsed(stream: bool) -> None:
     special = ("<tool_call>", "</tool_call>")
     first, last = (len(LETTERS) + place for place in range(2))
     inner = choices(CALL.removeprefix(special[0]).removesuffix(special[1]))
@@ -246,7 +246,7 @@ def test_tags_that_are_special_tokens_are_read(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_forced_call_is_drawn_under_its_schema(choice: object, stream: bool) -> None:
+def test_forced_tool_call_is_sampled_under_its_schema(choice: object, stream: bool) -> None:
     text = '{"name":"weather","arguments":{"place":"Bonn"}}'
     resolved = scene(saying(text, "stop"))
     (answer,) = gathered(resolved.chat("Hi", tools=[WEATHER], tool_choice=choice, stream=stream))
@@ -304,7 +304,7 @@ def test_messages_with_calls_and_template_variables_reach_the_prompt() -> None:
         ({"functions": [{"name": "f"}]}, "functions"),
     ],
 )
-def test_fields_that_cannot_be_honoured_are_400_with_their_name(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_tool_fields_are_400_with_their_name(fields: dict[str, Any], param: str) -> None:
     resolved = scene()
     result = resolved.chat(**fields)
     assert (result.status, result.json["error"]["param"]) == (400, param)
@@ -321,7 +321,7 @@ def test_prompt_for_plain_servers_has_tools_where_segment_engines_may_take_over(
         assert functions(answer["message"]) == ([KOELN] if tools == [WEATHER] else [])
 
 
-def test_completions_and_models_without_such_a_template_refuse_tools() -> None:
+def test_completions_and_models_without_a_tool_template_refuse_tools() -> None:
     resolved = scene()
     for fields in ({"tools": [WEATHER]}, {"chat_template_kwargs": {"a": 1}}, {"tool_choice": "required"}):
         assert resolved.complete("x", **fields).json["error"]["param"] == next(iter(fields))
@@ -332,7 +332,7 @@ def test_completions_and_models_without_such_a_template_refuse_tools() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("died_after", [0, 20, len(CALL) - 1, len(CALL), len(TWO) - 1])
-def test_kept_answer_with_calls_is_the_same_after_its_process_died(
+def test_kept_answer_with_tool_calls_is_the_same_after_its_process_died(
     died_after: int, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files: list[int] = []
@@ -367,7 +367,7 @@ def test_kept_answer_with_calls_is_the_same_after_its_process_died(
 
 
 @given(st.lists(st.integers(1, len(TWO)), max_size=6), st.booleans())
-def test_any_split_of_tokens_gives_the_same_calls(sizes: list[int], stream: bool) -> None:
+def test_any_split_of_tokens_gives_the_same_tool_calls(sizes: list[int], stream: bool) -> None:
     resolved = scene()
     result = resolved.chat(tools=[WEATHER], stream=stream)
     left = choices(TWO)
@@ -391,7 +391,7 @@ async def served(text: str) -> AsyncIterator[AsyncOpenAI]:
         await listener.close(1.0)
 
 
-def test_openais_client_reads_calls_streamed_and_whole() -> None:
+def test_openai_client_parses_streamed_and_whole_tool_calls() -> None:
     async def scenario() -> None:
         async with served(TWO) as client:
             asked: dict[str, Any] = {

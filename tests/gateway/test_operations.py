@@ -94,7 +94,7 @@ class Fleet:
         return SimpleNamespace(address=Address("h", self.names.index(name)))
 
 
-def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
+def test_drain_order_reaches_the_brain_and_is_noted_as_by_hand() -> None:
     fleet = Fleet("mixed", "mixed")
     first = fleet.names[0]
     assert fleet.oversight.drain({"replica": first}) == {"replica": first, "with_it": [], "open_requests": 0}
@@ -104,7 +104,7 @@ def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
     assert list(fleet.drains) == ["http://h:0"], "for whoever started its engine"
 
 
-def test_a_replica_is_cordoned_by_its_name_and_by_its_host() -> None:
+def test_replica_is_cordoned_by_name_and_by_host() -> None:
     fleet = Fleet("mixed", "mixed")
     views, (first, second) = fleet.brain.fleet.views, fleet.names
     assert fleet.oversight.cordon({"replica": first}) == {"cordoned": ["h:0"], "changed": [first]}
@@ -121,7 +121,7 @@ def test_a_replica_is_cordoned_by_its_name_and_by_its_host() -> None:
         fleet.oversight.uncordon({"node": "h"})
 
 
-def test_what_comes_up_on_a_cordoned_host_is_left_alone_too() -> None:
+def test_replica_starting_on_a_cordoned_host_is_cordoned() -> None:
     fleet = Fleet("mixed", ready=False)
     fleet.cordons.inherit(["h"])
     fleet.cordons.look()
@@ -143,12 +143,12 @@ def test_what_comes_up_on_a_cordoned_host_is_left_alone_too() -> None:
         ({"marks": "h"}, "marks: must be a list"),
     ],
 )
-def test_a_cordon_that_cannot_be_is_one_line(body: dict[str, Any], line: str) -> None:
+def test_invalid_cordon_is_refused_in_one_line(body: dict[str, Any], line: str) -> None:
     with pytest.raises(InputError, match=line):
         Fleet("mixed").oversight.cordon(body)
 
 
-def test_a_role_is_flipped_where_somebody_is_left_for_the_other() -> None:
+def test_role_flip_is_refused_for_the_last_replica_of_a_role() -> None:
     fleet = Fleet("prefill", "prefill", "decode")
     first, second, third = fleet.names
     text = fleet.oversight.flip({"replica": first, "role": "decode"})
@@ -168,7 +168,7 @@ def test_a_role_is_flipped_where_somebody_is_left_for_the_other() -> None:
         ({"replica": "t0@east#0/0", "role": "decode"}, "does both and keeps its role"),
     ],
 )
-def test_orders_that_cannot_be_are_refused_in_one_line(body: dict[str, object], line: str) -> None:
+def test_invalid_operator_orders_are_refused_in_one_line(body: dict[str, object], line: str) -> None:
     fleet = Fleet("mixed", "mixed")
     with pytest.raises(InputError) as caught:
         fleet.oversight.flip(body)
@@ -176,13 +176,13 @@ def test_orders_that_cannot_be_are_refused_in_one_line(body: dict[str, object], 
     assert fleet.done == []
 
 
-def test_who_is_not_ready_takes_no_orders() -> None:
+def test_replica_that_is_not_ready_accepts_no_orders() -> None:
     fleet = Fleet("mixed", ready=False)
     with pytest.raises(InputError, match="is starting; only one that is ready"):
         fleet.oversight.drain({"replica": fleet.names[0]})
 
 
-def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
+def test_operator_orders_over_the_admin_port_need_its_key() -> None:
     fleet = Fleet("prefill", "prefill", "decode")
     heard: list[Event] = []
     fleet.brain_loop.watchers.append(lambda at_s, event, actions: heard.append(event))
@@ -210,7 +210,7 @@ def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
     ]
 
 
-def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
+def test_market_updates_and_decisions_are_exchanged_over_http() -> None:
     regions = (Region("east", (NodeOffer("1xA10", 1.0, 1),)),)
     fleet = Fleet("mixed", "mixed")
     message: list[tuple[Region, ...]] = []
@@ -251,7 +251,7 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
     assert first["thinks"] == "scaling is off"
 
 
-def test_what_is_wanted_comes_with_the_steps_that_are_reckoned_with() -> None:
+def test_wanted_replicas_include_their_planned_step_tokens() -> None:
     replica_spec = ReplicaSpec("a", "u", "t", 1, "group", "m", "mixed", "east")
     registry = SimpleNamespace(wanted=lambda: WantedFleet(((replica_spec, "mixed", False, ""),), (), None, 3))
     replica_model = SimpleNamespace(engine=EngineSetup(token_budget=192))

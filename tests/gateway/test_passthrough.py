@@ -58,7 +58,7 @@ def stage(*names: str) -> Stage:
     return made
 
 
-def test_the_engine_gets_the_clients_body_and_the_client_its_events() -> None:
+def test_engine_gets_the_client_body_and_the_client_gets_engine_events() -> None:
     there = stage("x")
     heard = there.begin(own(), aggregated("x"))
     asked_for = there.call("x")
@@ -79,7 +79,7 @@ def test_the_engine_gets_the_clients_body_and_the_client_its_events() -> None:
     there.at_rest()
 
 
-def test_an_answer_that_comes_at_once_is_passed_on_at_once() -> None:
+def test_unstreamed_engine_answer_is_relayed_at_once() -> None:
     there = stage("x")
     heard = there.begin(own(stream=False), aggregated("x"))
     for count in range(60):
@@ -94,7 +94,7 @@ def test_an_answer_that_comes_at_once_is_passed_on_at_once() -> None:
     assert there.news == [RequestFinished("r", 0, 1)], "nobody knows when it began"
 
 
-def test_what_broke_off_is_asked_for_again_and_only_the_rest_is_told() -> None:
+def test_retried_passthrough_answer_streams_only_the_rest() -> None:
     there = stage("x", "y")
     heard = there.begin(own(), aggregated("x"))
     there.call("x").write(
@@ -120,7 +120,7 @@ def test_what_broke_off_is_asked_for_again_and_only_the_rest_is_told() -> None:
     assert there.news[-1] == RequestFinished("r", 1, 2)
 
 
-def test_an_engine_that_answers_otherwise_ends_it_honestly() -> None:
+def test_retried_passthrough_answer_that_differs_is_refused() -> None:
     there = stage("x", "y")
     heard = there.begin(own(), aggregated("x"))
     there.call("x").write({"token": 5}, {"said": event({"content": "a plan"})})
@@ -133,7 +133,7 @@ def test_an_engine_that_answers_otherwise_ends_it_honestly() -> None:
     there.at_rest()
 
 
-def test_an_engine_with_another_prompt_says_so_and_all_get_that_one() -> None:
+def test_engine_prompt_that_differs_replaces_the_gateway_prompt() -> None:
     there = stage("p", "d")
     heard = there.begin(own(), handed_over("p", "d", 20))
     there.call("d").write({"prompt": [1, 2, 3, 4]}, {"ended": "error", **_counts(), "code": "other_prompt"})
@@ -144,7 +144,7 @@ def test_an_engine_with_another_prompt_says_so_and_all_get_that_one() -> None:
     assert "own" not in there.call("p").body
 
 
-def test_what_is_wrong_with_the_request_is_the_clients_to_know() -> None:
+def test_engine_400_reaches_the_client_and_cancels_the_request() -> None:
     there = stage("x")
     heard = there.begin(own(), aggregated("x"))
     there.call("x").refuse(400)
@@ -152,7 +152,7 @@ def test_what_is_wrong_with_the_request_is_the_clients_to_know() -> None:
     assert there.news == [RequestCancelled("r")]
 
 
-def test_an_engine_that_stands_still_is_noticed_though_nothing_is_streamed() -> None:
+def test_stalled_engine_is_detected_for_unstreamed_answers() -> None:
     there = stage("x")
     there.begin(own(stream=False), aggregated("x"))
     there.call("x").write({"steps": 1})
@@ -160,7 +160,7 @@ def test_an_engine_that_stands_still_is_noticed_though_nothing_is_streamed() -> 
     assert there.news[-1] == AttemptFailed("r", 0, "replica", "x", 0)
 
 
-def test_a_refusal_may_come_late() -> None:
+def test_late_engine_refusal_reaches_the_client() -> None:
     there = stage("x")
     heard = there.begin(own(stream=False), aggregated("x"))
     there.call("x").write({"steps": 1}, {"refused": {"error": {"message": "no such grammar"}}})
@@ -168,7 +168,7 @@ def test_a_refusal_may_come_late() -> None:
     assert (heard.status, json.loads(heard.relayed)["error"]["message"]) == (400, "no such grammar")
 
 
-def test_engines_that_only_draw_tokens_are_not_asked() -> None:
+def test_engines_without_passthrough_get_no_passthrough_requests() -> None:
     there = Stage("x")
     there.begin(own(), aggregated("x"))
     assert not there.fleet.sent
@@ -176,7 +176,7 @@ def test_engines_that_only_draw_tokens_are_not_asked() -> None:
 
 
 @pytest.mark.parametrize("line", [{**END, "output_tokens": 2}, {"nothing": 1}, {**END, "output_tokens": 0}])
-def test_an_end_that_does_not_add_up_is_a_lie(line: dict[str, object]) -> None:
+def test_inconsistent_end_line_fails_the_attempt(line: dict[str, object]) -> None:
     there = stage("x")
     there.begin(own(), aggregated("x"))
     there.call("x").write({"token": 5}, line)
@@ -219,7 +219,7 @@ def _cut(text: str, cuts: list[int]) -> list[str]:
 
 
 @given(ANSWERS, st.lists(st.tuples(CUTS, st.integers(0, 20)), min_size=1, max_size=4))
-def test_however_often_it_breaks_off_the_client_has_one_answer(
+def test_passthrough_answer_with_any_number_of_retries_is_complete_once(
     answer: tuple[str, list[tuple[str, str]]], attempts: list[tuple[list[int], int]]
 ) -> None:
     retold, data = MergedEvents("chatcmpl-1", "m", usage=False), b""
@@ -242,7 +242,7 @@ def test_however_often_it_breaks_off_the_client_has_one_answer(
     assert sum(bool(entry["choices"][0]["finish_reason"]) for entry in events) == 1
 
 
-def test_other_words_are_noticed_wherever_they_are() -> None:
+def test_difference_between_retried_answers_is_detected_in_any_field() -> None:
     for first, second in (
         ({"content": "ab"}, {"content": "ac"}),
         (call("look"), call("see")),
@@ -255,7 +255,7 @@ def test_other_words_are_noticed_wherever_they_are() -> None:
             retold.event(event(second))
 
 
-def test_usage_is_told_to_who_asked_for_it() -> None:
+def test_usage_is_sent_only_to_clients_that_asked_for_it() -> None:
     last = {"id": "x", "choices": [], "usage": {"prompt_tokens": 3}}
     assert MergedEvents("n", "m", usage=False).event(last) == b""
     assert b'"prompt_tokens":3' in MergedEvents("n", "m", usage=True).event(last)

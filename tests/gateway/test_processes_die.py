@@ -89,7 +89,9 @@ def shots_of() -> list[TimedRequest]:
 
 
 @pytest.mark.slow
-def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_continue_while_the_brain_process_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys, log, usage = tmp_path / "keys", tmp_path / "log", tmp_path / "usage.jsonl"
     key, line = new_key("one")
     limited, other = new_key("few")
@@ -142,7 +144,7 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
     assert "3 runs: all the same" in capsys.readouterr().out
 
 
-def test_what_operators_told_is_remembered(tmp_path: Path) -> None:
+def test_operator_state_survives_a_restart(tmp_path: Path) -> None:
     operator_state = OperatorState(tmp_path)
     assert (operator_state.plan()[0], operator_state.entries(), operator_state.market()) == (None, None, None)
     plan = plan_from_json(write_plans(tmp_path, [*WHOLE, *COMBO])[0].read_text())
@@ -156,7 +158,7 @@ def test_what_operators_told_is_remembered(tmp_path: Path) -> None:
     assert (after.plan(), after.entries(), after.market()) == ((plan, 7, "more load"), entries, market)
 
 
-def test_what_keeps_a_desk_from_serving_is_said_in_one_line(tmp_path: Path) -> None:
+def test_startup_error_of_the_brain_process_is_one_line(tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, WHOLE)
     command = [sys.executable, "-m", "potluck.cli.main", "serve", str(plan), str(spec), "--workers", "2"]
     command += ["--port", "0", "--admin-port", "0", "--engines", str(tmp_path / "none.yaml")]
@@ -166,7 +168,7 @@ def test_what_keeps_a_desk_from_serving_is_said_in_one_line(tmp_path: Path) -> N
     assert "none.yaml" in line
 
 
-def test_all_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+def test_all_gateway_processes_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, WHOLE)
     command = [sys.executable, "-m", "potluck.cli.main", "serve", str(plan), str(spec), "--workers", "2"]
     command += ["--port", "0", "--admin-port", "0", "--json"]
@@ -241,7 +243,7 @@ def killing(pids: Callable[[], list[int]]) -> Callable[[bytes], None]:
 @pytest.mark.parametrize(
     ("words", "title"), [((), "potluck-gateway"), (("--workers", "2"), "worker_process")]
 )
-def test_a_stream_that_was_cut_goes_on_for_whoever_asks_again(
+def test_interrupted_stream_continues_for_a_repeated_request(
     tmp_path: Path, words: tuple[str, ...], title: str
 ) -> None:
     usage = tmp_path / "usage.jsonl"
@@ -282,7 +284,7 @@ def test_a_stream_that_was_cut_goes_on_for_whoever_asks_again(
 
 
 @pytest.mark.slow
-def test_answers_under_way_end_although_the_supervisor_is_killed(tmp_path: Path) -> None:
+def test_running_answers_finish_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, WHOLE)
     with LiveFleet(plan, spec, gateway=("--files", f"{MODEL}={shipped_model()}")) as fleet:
         parent = pid_of(fleet)
@@ -298,7 +300,7 @@ def test_answers_under_way_end_although_the_supervisor_is_killed(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_gateway_whose_ports_can_be_taken_over_outlives_its_supervisor(tmp_path: Path) -> None:
+def test_gateway_with_takeover_outlives_its_supervisor(tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, WHOLE)
     state, takeover = tmp_path / "state", tmp_path / "takeover"
     words = ("--files", f"{MODEL}={shipped_model()}", "--takeover", str(takeover), "--state", str(state))

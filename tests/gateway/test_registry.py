@@ -107,7 +107,7 @@ def run(body: Callable[[Yard], Any]) -> None:
     asyncio.run(whole())
 
 
-def test_a_wanted_replica_becomes_the_engine_that_comes_up() -> None:
+def test_wanted_replica_is_assigned_to_an_engine_that_comes_up() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
         fleet.registry.act([actions.StartReplica(_member("a"))])
@@ -130,7 +130,7 @@ def test_a_wanted_replica_becomes_the_engine_that_comes_up() -> None:
     run(body)
 
 
-def test_all_learn_of_a_new_peer_before_it_is_ready() -> None:
+def test_peers_learn_of_a_new_engine_before_it_is_ready() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
         fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
@@ -144,7 +144,7 @@ def test_all_learn_of_a_new_peer_before_it_is_ready() -> None:
     run(body)
 
 
-def test_of_two_that_come_at_once_none_is_ready_before_it_knows_its_peers() -> None:
+def test_two_new_engines_are_ready_only_once_they_know_their_peers() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
         for name in ("a", "b"):
@@ -173,7 +173,7 @@ def test_of_two_that_come_at_once_none_is_ready_before_it_knows_its_peers() -> N
     run(body)
 
 
-def test_one_that_cannot_be_told_of_its_peers_is_not_ready_and_others_are_told_again() -> None:
+def test_engine_that_cannot_be_sent_its_peers_is_not_ready_and_is_retried() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
         fleet.registry.act([actions.StartReplica(_member("a"))])
@@ -197,7 +197,7 @@ def test_one_that_cannot_be_told_of_its_peers_is_not_ready_and_others_are_told_a
     run(body)
 
 
-def test_one_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_engine_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "PEERS_WAIT_S", 0.01)
 
     async def body(fleet: Yard) -> None:
@@ -219,7 +219,7 @@ def test_one_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     run(body)
 
 
-def test_of_an_engine_that_is_silent_the_brain_hears_before_its_requests_fail() -> None:
+def test_silent_replica_is_reported_before_its_requests_fail() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.on_gone.append(lambda replica: fleet.told.append(events.RequestCancelled(replica)))
         fleet.registry.enlist(_entries(1))
@@ -235,7 +235,7 @@ def test_of_an_engine_that_is_silent_the_brain_hears_before_its_requests_fail() 
     run(body)
 
 
-def test_an_engine_that_is_gone_is_lost_once_and_comes_back_as_another() -> None:
+def test_stopped_engine_is_lost_once_and_returns_as_another_replica() -> None:
     async def body(fleet: Yard) -> None:
         gone: list[str] = []
         fleet.registry.on_gone.append(gone.append)
@@ -254,7 +254,7 @@ def test_an_engine_that_is_gone_is_lost_once_and_comes_back_as_another() -> None
     run(body)
 
 
-def test_one_that_does_not_come_up_is_still_wanted() -> None:
+def test_replica_that_does_not_come_up_is_still_wanted() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
         fleet.registry.act([actions.StartReplica(_member("a"))])
@@ -268,7 +268,7 @@ def test_one_that_does_not_come_up_is_still_wanted() -> None:
     run(body)
 
 
-def test_other_weights_are_not_mixed_in() -> None:
+def test_engine_with_other_weights_is_not_used() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
         fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
@@ -280,7 +280,7 @@ def test_other_weights_are_not_mixed_in() -> None:
     run(body)
 
 
-def test_a_drain_waits_for_the_last_request_and_a_stop_frees_the_engine() -> None:
+def test_drain_waits_for_the_last_request_and_stop_frees_the_engine() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1))
         fleet.registry.act([actions.StartReplica(_member("a"))])
@@ -306,7 +306,7 @@ def test_a_drain_waits_for_the_last_request_and_a_stop_frees_the_engine() -> Non
     run(body)
 
 
-def test_what_another_gateway_empties_is_emptied_here_and_not_taken_back() -> None:
+def test_replica_drained_by_another_gateway_is_drained_here() -> None:
     async def scenario(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1))
         fleet.registry.act([actions.StartReplica(_member("a"))])
@@ -354,7 +354,7 @@ def test_registry_carries_out_flips_cache_resyncs_and_replans() -> None:
     run(body)
 
 
-def test_another_plan_may_have_kv_cross_in_another_codec() -> None:
+def test_new_plan_changes_the_kv_codec_between_regions() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1))
         fleet.registry.act([actions.StartReplica(_member("a"))])
@@ -373,7 +373,7 @@ def test_another_plan_may_have_kv_cross_in_another_codec() -> None:
     run(body)
 
 
-def test_plain_servers_get_whole_requests_under_their_own_name() -> None:
+def test_plain_servers_get_whole_requests_under_their_served_model_name() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, kind="openai", model="m", cache_salt=True))
         fleet.registry.act([actions.StartReplica(_member("a"))])
@@ -388,7 +388,7 @@ def test_plain_servers_get_whole_requests_under_their_own_name() -> None:
     run(body)
 
 
-def test_a_roster_without_an_engine_loses_it_and_keeps_the_others() -> None:
+def test_roster_without_an_engine_loses_it_and_keeps_the_others() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
         fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
@@ -401,7 +401,7 @@ def test_a_roster_without_an_engine_loses_it_and_keeps_the_others() -> None:
     run(body)
 
 
-def test_a_role_that_did_not_reach_its_engine_is_asked_for_again() -> None:
+def test_role_change_that_did_not_reach_its_engine_is_retried() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1))
         fleet.registry.act([actions.StartReplica(_member("a"))])
@@ -423,7 +423,7 @@ def test_a_role_that_did_not_reach_its_engine_is_asked_for_again() -> None:
 ONE = Endpoint("a", "m", "here", Address("h", 1), own=True, adapters=("x", "y"))
 
 
-def test_only_what_all_of_a_model_can_do_counts() -> None:
+def test_model_abilities_are_those_common_to_all_its_engines() -> None:
     other = replace(ONE, replica="b", adapters=("y", "z"))
     assert abilities_of((ONE, other)) == (frozenset({"m"}), {"y": "m"})
     assert abilities_of((ONE, replace(other, own=False)))[0] == frozenset()
@@ -432,7 +432,7 @@ def test_only_what_all_of_a_model_can_do_counts() -> None:
     assert abilities_of(()) == (frozenset(), {})
 
 
-def test_engines_say_what_they_can() -> None:
+def test_engine_status_reports_abilities_and_adapters() -> None:
     told = {"state": "ready", "own": True, "adapters": ["b", "a", 7], "max_running": 16}
     status = read_status(json.dumps(told).encode())
     assert (status.own, status.adapters, status.max_running) == (True, ("a", "b"), 16)
@@ -451,7 +451,7 @@ def _entry(place: int, **said: object) -> EngineEntry:
     return EngineEntry(f"http://h:{place}", **said)  # type: ignore[arg-type]
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
+def test_engines_file_is_parsed_with_keys_and_addresses(tmp_path: Path) -> None:
     (tmp_path / "east.key").write_text("secret\n")
     roster = read_engines(
         """
@@ -491,7 +491,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("engines: [{}]", "url"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(text: str, said: str) -> None:
+def test_invalid_engines_file_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(PotluckError) as error:
         read_engines(text, "engines.yaml")
     assert said in str(error.value)
@@ -499,7 +499,7 @@ def test_what_is_wrong_is_said_in_one_line(text: str, said: str) -> None:
 
 
 @given(st.text(max_size=80))
-def test_nothing_else_is_ever_raised(text: str) -> None:
+def test_arbitrary_engines_file_raises_only_project_errors(text: str) -> None:
     with suppress(PotluckError):
         read_engines(text, "roster")
 
@@ -514,13 +514,13 @@ def test_any_url_is_an_address_or_refused(text: str) -> None:
     assert 0 <= address.port < 1 << 16
 
 
-def test_those_that_say_most_choose_first() -> None:
+def test_engine_with_the_most_specific_entry_is_matched_first() -> None:
     members = [_listed_member("a", index=0), _listed_member("b", index=1)]
     anybody, second = _entry(1), _entry(2, template="t", index=1)
     assert {(m.id, e.address.port) for m, e in matched(members, [anybody, second])} == {("b", 2), ("a", 1)}
 
 
-def test_one_that_was_started_for_a_replica_is_that_one_or_none() -> None:
+def test_engine_started_for_a_replica_is_matched_only_to_it() -> None:
     members = [_listed_member("a"), _listed_member("b")]
     assert [m.id for m, _ in matched(members, [_entry(1, replica="b")])] == ["b"]
     assert matched(members, [_entry(1, replica="gone")]) == []
@@ -535,7 +535,7 @@ def test_one_that_was_started_for_a_replica_is_that_one_or_none() -> None:
         max_size=8,
     ),
 )
-def test_each_is_used_once_and_suits(
+def test_each_engine_is_matched_at_most_once_and_suits_its_replica(
     wanted: list[tuple[str, int, str]], there: list[tuple[str, int | None, str]]
 ) -> None:
     members = [_listed_member(str(place), *text) for place, text in enumerate(wanted)]

@@ -84,7 +84,7 @@ def parts(relayed: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
-def test_a_stream_goes_by_as_it_is_wherever_it_is_cut(cut: int) -> None:
+def test_relayed_stream_is_unchanged_for_any_chunking(cut: int) -> None:
     stage = plain("x")
     heard = begin(stage, wanted())
     call = stage.call("x")
@@ -104,7 +104,7 @@ def test_a_stream_goes_by_as_it_is_wherever_it_is_cut(cut: int) -> None:
     stage.at_rest()
 
 
-def test_what_is_not_streamed_is_sent_again_whole_until_all_of_it_came() -> None:
+def test_unstreamed_reply_is_retried_until_it_is_complete() -> None:
     stage = plain("x", "y")
     what = wanted(stream=False)
     heard = begin(stage, what)
@@ -135,7 +135,7 @@ def test_what_is_not_streamed_is_sent_again_whole_until_all_of_it_came() -> None
         (504, "timeout"),
     ],
 )
-def test_errors_of_a_server_are_no_answers(status: int, kind: FailureKind) -> None:
+def test_error_status_of_a_plain_server_fails_the_attempt(status: int, kind: FailureKind) -> None:
     stage = plain("x")
     heard = begin(stage, wanted())
     stage.call("x").refuse(status)
@@ -143,7 +143,7 @@ def test_errors_of_a_server_are_no_answers(status: int, kind: FailureKind) -> No
     assert not heard.status
 
 
-def test_a_request_that_is_at_fault_gets_the_servers_word_for_it() -> None:
+def test_plain_server_400_reaches_the_client_and_cancels_the_request() -> None:
     stage = plain("x")
     heard = begin(stage, wanted())
     stage.call("x").refuse(400, "bad")
@@ -153,7 +153,7 @@ def test_a_request_that_is_at_fault_gets_the_servers_word_for_it() -> None:
     stage.at_rest()
 
 
-def test_an_answer_that_was_given_up_and_called_well_is_not_believed() -> None:
+def test_aborted_reply_with_status_200_fails_the_attempt() -> None:
     for body in (
         {"choices": [{"text": "", "finish_reason": "abort"}]},
         {"choices": [{"text": ""}], "usage": {"completion_tokens": 0}},
@@ -181,7 +181,7 @@ def break_off(call: Call, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", BREAKS)
-def test_without_tokens_a_stream_that_breaks_off_ends_with_an_error(how: str) -> None:
+def test_broken_stream_without_token_ids_ends_with_an_error(how: str) -> None:
     stage = plain("x", "y")
     heard = begin(stage, wanted())
     call = stage.call("x")
@@ -201,7 +201,7 @@ def test_without_tokens_a_stream_that_breaks_off_ends_with_an_error(how: str) ->
 
 @pytest.mark.parametrize("how", BREAKS)
 @pytest.mark.parametrize("cut", [1, 2, 4])
-def test_with_tokens_another_server_goes_on_and_the_client_sees_one_stream(cut: int, how: str) -> None:
+def test_broken_stream_with_token_ids_continues_on_another_server(cut: int, how: str) -> None:
     stage = plain("x", "y", token_ids=True)
     what = wanted(temperature=0, seed=4, stream_options={"include_usage": True}, min_tokens=5)
     heard = begin(stage, what)
@@ -241,7 +241,7 @@ def test_with_tokens_another_server_goes_on_and_the_client_sees_one_stream(cut: 
     stage.at_rest()
 
 
-def test_an_answer_that_has_all_its_tokens_is_ended_in_its_servers_name() -> None:
+def test_stream_with_all_its_tokens_is_finished_for_the_failed_server() -> None:
     stage = plain("x", token_ids=True)
     heard = begin(stage, wanted(most=2, stream_options={"include_usage": True}))
     stage.call("x").listener.head(200, SSE)
@@ -264,7 +264,7 @@ def test_an_answer_that_has_all_its_tokens_is_ended_in_its_servers_name() -> Non
         {"response_format": {"type": "json"}},
     ],
 )
-def test_what_depends_on_how_it_began_does_not_go_on_elsewhere(fields: dict[str, Any]) -> None:
+def test_stream_whose_state_cannot_be_resumed_is_not_continued_elsewhere(fields: dict[str, Any]) -> None:
     stage = plain("x", "y", token_ids=True)
     what = wanted(**fields)
     heard = begin(stage, what)
@@ -277,7 +277,7 @@ def test_what_depends_on_how_it_began_does_not_go_on_elsewhere(fields: dict[str,
     stage.at_rest()
 
 
-def test_log_probabilities_of_a_completion_become_those_of_a_chat() -> None:
+def test_completion_log_probabilities_are_converted_to_chat_form() -> None:
     logs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "é": -2.0}]}
     for count, names in ((2, ["a", "é"]), (1, ["a"]), (0, [])):
         rewriter = relay_attempt.EventRewriter(chunk(0, True), True, 3, 1, count)
@@ -287,7 +287,7 @@ def test_log_probabilities_of_a_completion_become_those_of_a_chat() -> None:
         assert [item["token"] for item in one["top_logprobs"]] == names
 
 
-def test_a_models_name_is_replaced_wherever_it_stands() -> None:
+def test_model_name_is_replaced_only_at_the_top_level_of_the_body() -> None:
     for body in (
         b'{"model": "m", "x": "\\"model\\": 1"}',
         b'{"metadata":{"model":"m"},"model":"m"}',
@@ -301,7 +301,7 @@ def test_a_models_name_is_replaced_wherever_it_stands() -> None:
     assert relay_attempt.forwarded(b'{"model":"m"}', "m", "m") == b'{"model":"m"}'
 
 
-def test_a_server_that_stops_talking_and_a_client_that_leaves() -> None:
+def test_stalled_server_fails_and_a_client_disconnect_cancels() -> None:
     stage = plain("x", "y")
     begin(stage, wanted())
     stage.clock.pass_s(130)
@@ -318,7 +318,7 @@ def test_a_server_that_stops_talking_and_a_client_that_leaves() -> None:
     stage.at_rest()
 
 
-def test_an_engine_that_is_said_to_be_gone_has_failed() -> None:
+def test_replica_reported_gone_fails_its_attempts() -> None:
     stage = plain("x")
     begin(stage, wanted(stream=False))
     stage.dispatcher.gone("x")
@@ -343,7 +343,7 @@ class Noted:
 
 
 @pytest.mark.parametrize("kind", ["openai", "segments"])
-def test_what_became_of_every_attempt_is_counted_once(kind: str) -> None:
+def test_outcome_of_every_attempt_is_counted_once(kind: str) -> None:
     stage, meter = Stage(), Noted()
     for item in ("x", "y"):
         stage.fleet.add(item, kind=kind)
@@ -394,7 +394,7 @@ def strict(call: Call, *more: str) -> int:
 
 
 @pytest.mark.parametrize("fields", [{}, {"cache_salt": "mine"}, {"metadata": {"cache_salt": "x"}}])
-def test_a_server_that_takes_salts_gets_the_tenants_own_and_once(fields: dict[str, Any]) -> None:
+def test_server_with_cache_salt_support_gets_the_tenant_salt_once(fields: dict[str, Any]) -> None:
     stage = Stage()
     stage.fleet.add("x", kind="openai", served_model="theirs", cache_salt=True)
     heard = stage.begin(salted("of-a-tenant", **fields), aggregated("x"))
@@ -406,7 +406,7 @@ def test_a_server_that_takes_salts_gets_the_tenants_own_and_once(fields: dict[st
     assert heard.relayed == REPLY
 
 
-def test_a_server_that_may_refuse_it_gets_none() -> None:
+def test_server_without_cache_salt_support_gets_none() -> None:
     stage = Stage()
     stage.fleet.add("x", kind="openai", served_model="m")
     what = salted("of-a-tenant")
@@ -422,7 +422,7 @@ def test_a_server_that_may_refuse_it_gets_none() -> None:
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_what_goes_on_elsewhere_keeps_its_salt(takes: bool) -> None:
+def test_continued_request_keeps_its_cache_salt(takes: bool) -> None:
     stage = Stage()
     for item in ("x", "y"):
         stage.fleet.add(item, kind="openai", served_model="m", token_ids=True, cache_salt=takes)
@@ -441,12 +441,12 @@ def test_what_goes_on_elsewhere_keeps_its_salt(takes: bool) -> None:
     assert other.body.get("cache_salt") == ("of-a-tenant" if takes else None)
 
 
-def test_a_salt_joins_what_else_is_added() -> None:
+def test_cache_salt_is_added_beside_other_fields() -> None:
     made = relay_attempt.forwarded(b'{"model":"m","cache_salt":"own"}', "m", "n", b'"more":1', 'a"b')
     assert json.loads(made) == {"model": "n", "more": 1, "cache_salt": 'a"b'}
 
 
-def test_the_roster_says_who_takes_salts() -> None:
+def test_roster_flags_servers_that_accept_a_cache_salt() -> None:
     def flags(said: str) -> tuple[bool, bool]:
         (result,) = read_engines(f'engines: [{{url: "http://h:1", kind: openai{said}}}]', "engines.yaml")
         return result.token_ids, result.cache_salt
@@ -459,7 +459,7 @@ def test_the_roster_says_who_takes_salts() -> None:
         flags(", cache_salt: yes please")
 
 
-def test_a_whole_answer_that_never_comes_is_given_up_unless_its_reader_rests() -> None:
+def test_unstreamed_reply_is_abandoned_at_the_time_limit_unless_its_client_is_slow() -> None:
     stage, what = plain("x", "y"), wanted(stream=False)
     stage.begin(what, aggregated("x"))
     stage.begin(what._replace(id="other"), aggregated("y"))

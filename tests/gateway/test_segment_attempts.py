@@ -23,7 +23,7 @@ from potluck.gateway.dispatch.segment_attempt import GRACE_S, SegmentAttempt, st
 from potluck.gateway.workers.worker import Worker
 
 
-def test_a_whole_request_is_asked_for_streamed_and_told() -> None:
+def test_aggregated_request_is_sent_streamed_and_reported() -> None:
     stage = Stage("x")
     what = asked(sampling=Sampling(0.5, seed=3, logprobs=2), tenant="t", priority=4, min_tokens=2)
     heard = stage.begin(what, aggregated("x"), weight=2.0)
@@ -40,7 +40,7 @@ def test_a_whole_request_is_asked_for_streamed_and_told() -> None:
     stage.at_rest()
 
 
-def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> None:
+def test_segments_are_sent_at_once_with_a_new_handle_per_transfer() -> None:
     stage = Stage("a", "b", "c", far=("a",))
     stage.fleet.codecs = {("far", "near"): "int8"}
     heard = stage.begin(asked(), Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None))))
@@ -64,7 +64,7 @@ def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> Non
     stage.at_rest()
 
 
-def test_a_prompt_that_yields_is_asked_for_below_all_others_and_its_answer_is_not() -> None:
+def test_yielding_prefill_is_sent_with_the_lowest_priority_and_its_decode_is_not() -> None:
     stage = Stage("a", "b")
     what = asked(priority=3)
     stage.dispatcher.begin(what, Heard(what))
@@ -74,7 +74,7 @@ def test_a_prompt_that_yields_is_asked_for_below_all_others_and_its_answer_is_no
     assert [stage.call(name).body["priority"] for name in "ab"] == [LATE, 3]
 
 
-def test_neighbours_on_one_replica_are_one_segment_and_a_last_token_alone_is_none() -> None:
+def test_adjacent_segments_on_one_replica_are_merged_and_an_empty_last_one_is_dropped() -> None:
     def found(*segments: Segment, prompt: int = 20) -> list[tuple[int, str, int, int | None]]:
         parts = stretches(segments, prompt)
         return [(part.place, part.replica, part.start, part.stop) for part in parts]
@@ -91,7 +91,7 @@ def test_neighbours_on_one_replica_are_one_segment_and_a_last_token_alone_is_non
     assert found(Segment("a", 0, 1), Segment("b", 1, None), prompt=1) == [(1, "b", 0, None)]
 
 
-def test_tokens_of_one_piece_are_passed_on_together_wherever_it_is_cut() -> None:
+def test_tokens_of_one_read_are_passed_on_together() -> None:
     stage = Stage("x")
     heard = stage.begin(asked(most=4, ends=()), aggregated("x"))
     call = stage.call("x")
@@ -110,7 +110,7 @@ def test_tokens_of_one_piece_are_passed_on_together_wherever_it_is_cut() -> None
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_what_does_not_add_up_ends_the_attempt_and_the_next_goes_on_from_there(lie: str) -> None:
+def test_inconsistent_engine_events_fail_the_attempt_and_the_retry_resumes(lie: str) -> None:
     stage = Stage("x", "y")
     what = asked("z", most=9)
     expected = right_answer(what)
@@ -153,7 +153,9 @@ REFUSALS: list[tuple[int, str | None, events.FailureKind]] = [
 
 
 @pytest.mark.parametrize(("status", "code", "kind"), REFUSALS)
-def test_a_refusal_is_told_as_what_it_is(status: int, code: str | None, kind: events.FailureKind) -> None:
+def test_engine_refusal_is_reported_with_its_failure_kind(
+    status: int, code: str | None, kind: events.FailureKind
+) -> None:
     stage = Stage("x")
     stage.begin(asked(), aggregated("x"))
     stage.call("x").refuse(status, code)
@@ -163,7 +165,7 @@ def test_a_refusal_is_told_as_what_it_is(status: int, code: str | None, kind: ev
 @pytest.mark.parametrize("far", [(), ("p",)], ids=["one region", "two regions"])
 @pytest.mark.parametrize("dies", ["at once", "within the grace", "not at all"])
 @pytest.mark.parametrize("who", ["receiver", "sender"])
-def test_who_blames_another_is_believed_only_if_that_one_is_not_found_dead(
+def test_transfer_failure_blames_the_peer_only_if_it_is_not_found_dead(
     who: str, dies: str, far: tuple[str, ...]
 ) -> None:
     stage = Stage("p", "d", far=far)
@@ -200,7 +202,7 @@ def test_who_blames_another_is_believed_only_if_that_one_is_not_found_dead(
     assert d.cancelled or d.over
 
 
-def test_a_sender_that_dies_when_its_cache_was_used_is_no_failure() -> None:
+def test_sender_failure_after_its_kv_was_delivered_is_ignored() -> None:
     stage = Stage("p", "d")
     heard = stage.begin(asked(), handed_over("p", "d", 10))
     p, d = stage.call("p"), stage.call("d")
@@ -215,7 +217,7 @@ def test_a_sender_that_dies_when_its_cache_was_used_is_no_failure() -> None:
     stage.at_rest()
 
 
-def test_an_answer_that_is_whole_needs_no_last_line() -> None:
+def test_complete_answer_without_an_end_line_is_finished() -> None:
     for most, ends in ((3, ()), (99, (EOS,))):
         stage = Stage("x")
         what = asked("e", most=most, ends=ends)
@@ -230,7 +232,7 @@ def test_an_answer_that_is_whole_needs_no_last_line() -> None:
         stage.at_rest()
 
 
-def test_tokens_beyond_the_last_are_not_passed_on() -> None:
+def test_tokens_beyond_the_last_are_dropped() -> None:
     stage = Stage("x")
     what = asked(most=3, ends=())
     heard = stage.begin(what, aggregated("x"))
@@ -240,7 +242,7 @@ def test_tokens_beyond_the_last_are_not_passed_on() -> None:
     stage.at_rest()
 
 
-def test_an_end_token_before_min_tokens_is_a_lie() -> None:
+def test_end_token_before_min_tokens_fails_the_attempt() -> None:
     stage = Stage("x", "y")
     what = asked(most=12, min_tokens=5)
     heard = stage.begin(what, aggregated("x"))
@@ -253,7 +255,7 @@ def test_an_end_token_before_min_tokens_is_a_lie() -> None:
     heard.is_right()
 
 
-def test_a_stop_string_ends_it_at_the_engine_too() -> None:
+def test_stop_string_cancels_the_request_at_the_engine() -> None:
     stage = Stage("x")
     what = asked(most=30, ends=())
     heard = Heard(what, stop_after=4)
@@ -266,7 +268,7 @@ def test_a_stop_string_ends_it_at_the_engine_too() -> None:
     stage.at_rest()
 
 
-def test_a_client_that_leaves_is_cancelled_everywhere_at_once() -> None:
+def test_client_disconnect_cancels_every_segment_at_once() -> None:
     stage = Stage("p", "d")
     stage.begin(asked(), handed_over("p", "d", 10))
     stage.dispatcher.cancel("r")
@@ -277,7 +279,7 @@ def test_a_client_that_leaves_is_cancelled_everywhere_at_once() -> None:
     stage.at_rest()
 
 
-def test_a_gateway_that_ends_tells_of_answers_that_go_on_without_their_client() -> None:
+def test_closing_worker_cancels_its_running_requests() -> None:
     stage = Stage("x")
     heard = stage.begin(asked(), aggregated("x"))
     stage.call("x").step(3)
@@ -289,7 +291,7 @@ def test_a_gateway_that_ends_tells_of_answers_that_go_on_without_their_client() 
     stage.at_rest()
 
 
-def test_a_client_that_leaves_while_it_is_told_a_token() -> None:
+def test_client_disconnect_during_token_delivery_cancels_the_request() -> None:
     stage = Stage("x")
     stage.begin(asked(), aggregated("x")).on_tokens = lambda: stage.dispatcher.cancel("r")
     stage.call("x").step(3)
@@ -297,7 +299,7 @@ def test_a_client_that_leaves_while_it_is_told_a_token() -> None:
     stage.at_rest()
 
 
-def test_orders_that_crossed_with_news_repeat_no_token() -> None:
+def test_commands_that_crossed_with_events_repeat_no_token() -> None:
     stage = Stage("x", "y")
     what = asked()
     heard = stage.begin(what, aggregated("x"))
@@ -311,7 +313,7 @@ def test_orders_that_crossed_with_news_repeat_no_token() -> None:
     heard.is_right()
 
 
-def test_inquiries_are_answered_with_the_truth() -> None:
+def test_attempt_queries_are_answered_with_its_state() -> None:
     stage = Stage("x")
     what = asked()
     stage.begin(what, aggregated("x"))
@@ -337,7 +339,7 @@ def test_inquiries_are_answered_with_the_truth() -> None:
     assert stage.news[-1] == events.RequestCancelled("never heard of")
 
 
-def test_a_refusal_stops_what_runs() -> None:
+def test_refusal_cancels_running_segments() -> None:
     stage = Stage("x")
     heard = stage.begin(asked(), aggregated("x"))
     stage.call("x").step()
@@ -348,7 +350,7 @@ def test_a_refusal_stops_what_runs() -> None:
     stage.at_rest()
 
 
-def test_a_slow_reader_holds_its_own_answer_and_nobody_is_blamed() -> None:
+def test_slow_client_pauses_only_its_own_answer_and_fails_no_replica() -> None:
     stage = Stage("x")
     heard = stage.begin(asked(), aggregated("x"))
     stage.call("x").step()
@@ -363,7 +365,7 @@ def test_a_slow_reader_holds_its_own_answer_and_nobody_is_blamed() -> None:
     heard.is_right()
 
 
-def test_a_replica_that_cannot_be_reached_fails_at_once() -> None:
+def test_unreachable_replica_fails_the_attempt_at_once() -> None:
     stage = Stage("x", "y")
     stage.begin(asked("a"), aggregated("gone"))
     assert stage.news == [events.AttemptFailed("a", 0, "replica", "gone", 0)]
@@ -375,14 +377,14 @@ def test_a_replica_that_cannot_be_reached_fails_at_once() -> None:
     assert stage.call("x").cancelled
 
 
-def test_bodies_are_json_whatever_is_asked() -> None:
+def test_segment_body_is_valid_json_for_any_field_value() -> None:
     stage = Stage("x")
     stage.begin(asked('a"\\é', tenant='"', salt="s"), aggregated("x"))
     body = json.loads(stage.call("x").raw)
     assert (body["request"], body["tenant"], body["salt"]) == ('a"\\é', '"', "s")
 
 
-def test_an_engine_with_other_weights_is_not_who_it_was() -> None:
+def test_engine_with_a_changed_fingerprint_fails_the_attempt() -> None:
     stage = Stage()
     stage.fleet.add("x", fingerprint="abc")
     for name, mark in (("a", b"abc"), ("b", b""), ("c", b"xyz")):
@@ -394,7 +396,7 @@ def test_an_engine_with_other_weights_is_not_who_it_was() -> None:
 
 
 @pytest.mark.parametrize("end", ["answered", "cancelled", "failed"])
-def test_what_is_over_is_gone_without_the_collector_of_garbage(end: str) -> None:
+def test_finished_request_is_freed_without_garbage_collection(end: str) -> None:
     """Prompt and answer would wait there for thousands of others."""
     stage = Stage("a", "b")
     what = asked()
@@ -420,7 +422,7 @@ def test_what_is_over_is_gone_without_the_collector_of_garbage(end: str) -> None
         gc.enable()
 
 
-def test_prompts_have_the_names_that_engines_with_these_weights_give_them() -> None:
+def test_prompt_blocks_have_the_hashes_of_the_engine_fingerprint() -> None:
     clock, fleet = Clock(), Fleet()
     fleet.add("plain")
     fleet.add("x", fingerprint="weights")
@@ -443,7 +445,7 @@ def test_prompts_have_the_names_that_engines_with_these_weights_give_them() -> N
         assert names(name, salt, "gone") == block_hashes(prompts[name], "weights", salt=salt) != ()
 
 
-def test_whoever_goes_on_is_told_what_was_output_and_how_it_is_drawn() -> None:
+def test_resumed_attempt_gets_the_output_count_and_the_sampling() -> None:
     stage = Stage("x", "y")
     sampling = Sampling(0.5, seed=3, presence_penalty=1.0, logit_bias=((4, -2.0),), json_schema="{}")
     heard = stage.begin(what := asked(sampling=sampling), aggregated("x"))
@@ -467,7 +469,7 @@ def test_whoever_goes_on_is_told_what_was_output_and_how_it_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("handed", [False, True])
-def test_what_no_engine_can_do_is_the_clients_to_know_and_nobodys_fault(handed: bool) -> None:
+def test_unsupported_feature_of_every_engine_is_a_client_error(handed: bool) -> None:
     stage = Stage("x", "y")
     route = handed_over("x", "y", 20) if handed else aggregated("y")
     heard = stage.begin(asked(sampling=Sampling(json_schema="{}")), route)
@@ -478,7 +480,7 @@ def test_what_no_engine_can_do_is_the_clients_to_know_and_nobodys_fault(handed: 
 
 
 @pytest.mark.parametrize("streamed", [0, 2])
-def test_a_grammar_that_fails_on_the_way_ends_the_answer_alone(streamed: int) -> None:
+def test_grammar_failure_during_generation_ends_only_its_answer(streamed: int) -> None:
     stage = Stage("x")
     heard = stage.begin(asked(sampling=Sampling(json_schema="{}")), aggregated("x"))
     if streamed:

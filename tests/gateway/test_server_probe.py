@@ -88,7 +88,7 @@ def test_models_of_each_kind_of_server_are_listed(
 
 @pytest.mark.usefixtures("probe_each_time")
 @pytest.mark.parametrize("status", [404, 405, 501, 401, 400, 307])
-def test_models_path_is_remembered_where_there_is_no_health_path(
+def test_models_path_is_polled_where_there_is_no_health_path(
     start: Callable[..., StubServer], status: int
 ) -> None:
     server = start({"/health": (status, b""), "/v1/models": MODELS})
@@ -97,7 +97,7 @@ def test_models_path_is_remembered_where_there_is_no_health_path(
 
 
 @pytest.mark.usefixtures("probe_each_time")
-def test_health_path_is_remembered_and_models_are_listed_now_and_then(
+def test_health_path_is_polled_and_models_are_listed_occasionally(
     start: Callable[..., StubServer],
 ) -> None:
     server = start(vllm("m"))
@@ -106,14 +106,14 @@ def test_health_path_is_remembered_and_models_are_listed_now_and_then(
 
 
 @pytest.mark.usefixtures("probe_each_time")
-def test_health_path_that_asks_all_models_is_not_polled(start: Callable[..., StubServer]) -> None:
+def test_health_path_that_queries_all_models_is_not_polled(start: Callable[..., StubServer]) -> None:
     server = start(lite_llm("a", "b"))
     probe(entry_of(server), times=3)
     assert server.asked.count("/health") == 1
 
 
 @pytest.mark.usefixtures("probe_each_time")
-def test_configured_health_path_is_asked_instead(start: Callable[..., StubServer]) -> None:
+def test_configured_health_path_is_used_instead(start: Callable[..., StubServer]) -> None:
     server = start({"/ping": (200, b""), "/health": (500, b""), "/v1/models": MODELS})
     probe(entry_of(server, health="/ping"), times=2)
     assert server.asked == ["/ping", "/v1/models", "/ping"]
@@ -123,7 +123,7 @@ def test_configured_health_path_is_asked_instead(start: Callable[..., StubServer
 
 
 @pytest.mark.usefixtures("probe_each_time")
-def test_rate_limit_of_the_models_path_is_no_failure(start: Callable[..., StubServer]) -> None:
+def test_rate_limit_on_the_models_path_is_no_failure(start: Callable[..., StubServer]) -> None:
     server = start(ollama("m"))
 
     async def run() -> tuple[Listing, Listing]:
@@ -140,7 +140,7 @@ def test_rate_limit_of_the_models_path_is_no_failure(start: Callable[..., StubSe
     assert before == after
 
 
-def test_healthy_server_without_a_health_path_is_asked_rarely(start: Callable[..., StubServer]) -> None:
+def test_healthy_server_without_a_health_path_is_polled_rarely(start: Callable[..., StubServer]) -> None:
     server = start(ollama("m"))
 
     async def run() -> None:
@@ -154,7 +154,7 @@ def test_healthy_server_without_a_health_path_is_asked_rarely(start: Callable[..
     assert server.asked == ["/health", "/v1/models"]
 
 
-def test_server_without_a_list_of_models_needs_a_name(start: Callable[..., StubServer]) -> None:
+def test_server_without_a_model_list_needs_a_model_name(start: Callable[..., StubServer]) -> None:
     server = start({"/health": (200, b"")})
     assert probe(entry_of(server)) == [None]
     assert served_name(entry_of(server, model="m"), None) == "m"
@@ -172,7 +172,7 @@ def test_path_prefix_precedes_every_path(start: Callable[..., StubServer]) -> No
 
 
 @pytest.mark.usefixtures("probe_each_time")
-def test_changed_models_are_noticed(
+def test_changed_models_are_detected(
     start: Callable[..., StubServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_probe, "MODELS_REFRESH_S", 0.0)
@@ -222,7 +222,7 @@ def test_entries_of_one_server_share_its_probes(start: Callable[..., StubServer]
         ({"/v1/models": (301, b"")}, "/v1/models was answered with 301; correct its url", True),
     ],
 )
-def test_reason_names_server_and_fix(
+def test_unusable_server_reason_names_server_and_fix(
     start: Callable[..., StubServer], answers: Answers, reason: str, definite: bool
 ) -> None:
     server = start(answers)
@@ -253,7 +253,7 @@ def test_reason_of_a_refused_key_does_not_show_the_key(start: Callable[..., Stub
     assert probe(entry_of(server, key="right-key")) != [None]
 
 
-def test_listing_beyond_the_limit_is_not_read(
+def test_model_list_beyond_the_size_limit_is_not_read(
     start: Callable[..., StubServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_probe, "PROBE_MAX_BYTES", 1000)
@@ -272,7 +272,7 @@ def test_server_that_never_answers_is_reported_at_the_deadline(monkeypatch: pyte
             probe(EngineEntry(url, "openai"))
 
 
-def test_answer_that_is_no_http_is_reported() -> None:
+def test_answer_that_is_not_http_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def speak() -> None:
@@ -306,7 +306,7 @@ def test_served_name_is_the_listed_one(fields: dict[str, str], names: list[str],
 
 
 @pytest.mark.parametrize("fields", [{"model": "x"}, {"model": "m", "served_model": "x"}])
-def test_model_that_is_not_listed_is_reported_with_those_that_are(fields: dict[str, str]) -> None:
+def test_model_that_is_not_listed_is_reported_with_listed_ones(fields: dict[str, str]) -> None:
     models = tuple(ListedModel(f"m{n}") for n in range(7))
     with pytest.raises(
         ServerUnusable, match="does not list model 'x'; it lists m0, m1, m2, m3, m4 and 2 more"
@@ -314,7 +314,7 @@ def test_model_that_is_not_listed_is_reported_with_those_that_are(fields: dict[s
         served_name(EngineEntry("http://h:1", "openai", **fields), models)  # type: ignore[arg-type]
 
 
-def test_servers_file_lists_a_server_once_for_each_model() -> None:
+def test_servers_file_lists_a_server_once_per_model() -> None:
     text = "engines: [{url: 'http://h:1', model: a}, {url: 'http://h:1', model: b}, {url: 'http://h:2'}]"
     entries = read_engines(text, "servers.yaml")
     assert [(entry.kind, entry.name) for entry in entries] == [

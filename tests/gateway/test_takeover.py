@@ -52,7 +52,7 @@ async def asked(listener: ClientListener) -> bytes:
     return received.rpartition(b"\r\n\r\n")[2]
 
 
-def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> None:
+def test_no_connection_is_refused_during_a_gateway_takeover(tmp_path: Path) -> None:
     async def scenario() -> None:
         path, handed = tmp_path / "gateway.sock", asyncio.Event()
         assert await asyncio.to_thread(take_over, path) is None, "there is none before the first"
@@ -86,7 +86,7 @@ def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> N
 KEPT = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
-def test_who_came_before_may_still_ask_and_is_told_that_it_is_the_last_time() -> None:
+def test_old_connection_gets_its_last_answer_with_connection_close() -> None:
     async def scenario() -> None:
         listener = await gateway(b"old")
         address = listener.sockets[0].getsockname()[:2]
@@ -111,7 +111,7 @@ def test_who_came_before_may_still_ask_and_is_told_that_it_is_the_last_time() ->
     in_a_loop(scenario)
 
 
-def test_who_shakes_hands_when_the_port_closes_is_answered(tmp_path: Path) -> None:
+def test_tls_handshake_during_port_closing_is_answered(tmp_path: Path) -> None:
     """Of such a connection nobody is told before it is made."""
     authority = make_certificates(tmp_path, ["127.0.0.1"])
 
@@ -133,7 +133,7 @@ def test_who_shakes_hands_when_the_port_closes_is_answered(tmp_path: Path) -> No
     in_a_loop(scenario)
 
 
-def test_a_successor_that_dies_before_it_serves_changes_nothing(tmp_path: Path) -> None:
+def test_successor_that_dies_before_serving_changes_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         path, handed = tmp_path / "gateway.sock", asyncio.Event()
         old = await gateway(b"old")
@@ -153,7 +153,7 @@ def test_a_successor_that_dies_before_it_serves_changes_nothing(tmp_path: Path) 
     in_a_loop(scenario)
 
 
-def test_what_is_no_gateways_socket_is_named(tmp_path: Path) -> None:
+def test_invalid_takeover_socket_is_refused_by_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         with pytest.raises(InputError, match="--takeover: .* cannot be made"):
             SocketHandover(tmp_path / "not there" / "gateway.sock", (), (), lambda: None)

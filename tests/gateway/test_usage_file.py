@@ -19,7 +19,7 @@ from potluck.gateway.admin import usage as usage_module
 from potluck.gateway.admin.usage import RESERVED_BYTES, UsageFile
 
 
-def test_usage_is_kept_line_by_line_and_begins_anew_each_day(tmp_path: Path) -> None:
+def test_usage_is_one_line_per_request_and_a_new_file_each_day(tmp_path: Path) -> None:
     now_s = [1_900_000_000.0]  # 2030-03-17
     path = tmp_path / "usage.jsonl"
     usage = UsageFile(path, lambda: now_s[0])
@@ -46,7 +46,7 @@ def test_usage_is_kept_line_by_line_and_begins_anew_each_day(tmp_path: Path) -> 
         UsageFile(tmp_path / "no" / "usage", lambda: 0.0)
 
 
-def test_usage_that_cannot_be_written_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_record_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "usage"
     usage = UsageFile(path, lambda: 0.0)
 
@@ -64,7 +64,7 @@ def test_usage_that_cannot_be_written_waits(tmp_path: Path, monkeypatch: pytest.
     usage.close()
 
 
-def test_a_record_that_was_written_in_part_is_written_again_whole(
+def test_partially_written_usage_record_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "usage"
@@ -80,7 +80,7 @@ def test_a_record_that_was_written_in_part_is_written_again_whole(
         json.loads(garbled)
 
 
-def test_several_processes_write_one_file_of_records(tmp_path: Path) -> None:
+def test_several_processes_append_to_one_usage_file(tmp_path: Path) -> None:
     """Each appends its own lines; when a day is over one of them begins a new file, and all find it."""
     now_s = [1_900_000_000.0]
     path = tmp_path / "usage.jsonl"
@@ -110,7 +110,7 @@ def test_several_processes_write_one_file_of_records(tmp_path: Path) -> None:
     }
 
 
-def test_records_begin_on_a_line_of_their_own_after_one_that_was_cut_off(tmp_path: Path) -> None:
+def test_usage_record_after_a_truncated_line_starts_a_new_line(tmp_path: Path) -> None:
     path = tmp_path / "usage"
     path.write_bytes(b'{"time":"203')  # whoever wrote it was killed
     usage = UsageFile(path, time.time)
@@ -150,7 +150,7 @@ def test_usage_file_torn_record_does_not_join_next_record_of_another_process(
     assert len(path.read_bytes().splitlines()) == 3, "only what was torn is garbled"
 
 
-def test_usage_file_record_is_repeated_if_another_is_torn_while_it_is_appended(
+def test_usage_file_record_is_repeated_if_another_is_torn_during_its_append(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "usage"
@@ -177,7 +177,7 @@ def test_usage_file_record_is_repeated_if_another_is_torn_while_it_is_appended(
     assert (one.problem, other.problem) == ("", "")
 
 
-def test_usage_file_record_written_without_its_line_end_is_written_again(
+def test_usage_file_record_without_its_line_end_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "usage"
@@ -287,7 +287,7 @@ def on_small_disk(script: str, tmp_path: Path, size: str) -> Path:
     return copied
 
 
-def test_usage_file_of_four_processes_on_a_full_disk_has_every_record_on_a_line_of_its_own(
+def test_usage_file_of_four_processes_on_a_full_disk_has_every_record_on_its_own_line(
     tmp_path: Path,
 ) -> None:
     path = on_small_disk(TORN, tmp_path, "1m")
@@ -297,13 +297,13 @@ def test_usage_file_of_four_processes_on_a_full_disk_has_every_record_on_a_line_
     assert len(ids) == len(expected)
 
 
-def test_usage_file_on_a_full_disk_loses_no_record_of_processes_that_are_killed(tmp_path: Path) -> None:
+def test_usage_file_on_a_full_disk_loses_no_record_of_killed_processes(tmp_path: Path) -> None:
     path = on_small_disk(RESERVED, tmp_path, "8m")
     expected = ["with room-0", *(f"full {place}-{number}" for place in range(3) for number in range(300))]
     assert ids_in(path) == expected
 
 
-def test_usage_file_reserves_less_on_a_disk_that_is_nearly_full_and_reports_it(
+def test_usage_file_reserves_less_on_a_nearly_full_disk_and_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = [300_000]
@@ -327,7 +327,7 @@ def test_usage_file_reserves_less_on_a_disk_that_is_nearly_full_and_reports_it(
     usage.close()
 
 
-def test_usage_file_without_support_for_reserving_room_writes_records(
+def test_usage_file_without_support_for_reservation_writes_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -366,7 +366,7 @@ def test_usage_file_is_not_renamed_until_the_disk_has_room_for_the_next_one(
     assert (ids_in(tmp_path / "usage-2030-03-17.jsonl"), ids_in(path)) == (["a", "b"], ["c"])
 
 
-def test_usage_file_that_was_renamed_gives_its_reserved_room_back_once_no_process_writes_it(
+def test_renamed_usage_file_frees_its_reserved_room_once_no_process_writes_it(
     tmp_path: Path,
 ) -> None:
     now_s, path = [1_900_000_000.0], tmp_path / "usage.jsonl"

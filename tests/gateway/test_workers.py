@@ -122,7 +122,7 @@ def workers_of(pid: int) -> dict[int, int]:
     }
 
 
-def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path) -> None:
+def test_workers_share_brain_and_limits_and_are_replaced_when_killed(tmp_path: Path) -> None:
     async def run(post: BrainProcessContext, supervisor: int) -> None:
         mind, counters = Mind(), Counters()
         upstream = await asyncio.start_server(engine, "127.0.0.1", 0)
@@ -189,7 +189,7 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
     assert not home.exists()
 
 
-def test_no_two_processes_make_up_the_same_names() -> None:
+def test_forked_processes_generate_different_request_ids() -> None:
     """Names are drawn many at a time; a fork draws its own."""
     random_word()
     heard, say = os.pipe()
@@ -218,12 +218,12 @@ EVENTS: list[events.Event] = [
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_events_cross_as_they_are(event: events.Event) -> None:
+def test_events_between_processes_round_trip(event: events.Event) -> None:
     assert "\n" not in brain_client.event_text(event)
     assert brain_client.event_of(brain_client.event_text(event)) == event
 
 
-def test_actions_and_endpoints_cross_as_they_are() -> None:
+def test_actions_and_endpoints_between_processes_round_trip() -> None:
     actions = [
         Run("x", aggregated("a"), 2, 10, 3, 0.5),
         Refuse("x", "overloaded", "a\nb", 1.5),
@@ -254,7 +254,7 @@ def test_actions_and_endpoints_cross_as_they_are() -> None:
     assert directory.codec(*mates) == "int8", "inside a copy its own codec counts"
 
 
-def test_a_workers_counts_are_added_once_and_end_with_it() -> None:
+def test_counters_of_a_worker_are_added_once_and_removed_with_it() -> None:
     async def run() -> None:
         lines: list[tuple[str, str]] = []
         channel = cast(
