@@ -77,7 +77,7 @@ def total(store: StateStore) -> dict[str, Any]:
 # Usage.
 
 
-def test_a_record_that_is_written_twice_counts_once(tmp_path: Path, store: StateStore) -> None:
+def test_usage_record_written_twice_counts_once(tmp_path: Path, store: StateStore) -> None:
     """By a gateway that was killed, and by the one that took its place."""
     path = tmp_path / "usage.jsonl"
     write(path, line(id="a"), line(id="b"), line(id="a", output_tokens=99), line(), line())
@@ -94,14 +94,14 @@ def test_a_record_that_is_written_twice_counts_once(tmp_path: Path, store: State
     assert total(again)["requests"] == 6
 
 
-def test_a_record_behind_one_that_was_cut_off_counts(tmp_path: Path, store: StateStore) -> None:
+def test_usage_record_behind_a_truncated_one_counts(tmp_path: Path, store: StateStore) -> None:
     """Somebody was killed within a line, and another process wrote on."""
     write(tmp_path / "usage.jsonl", line(), line(id="x")[:-9] + line(id="y"), line()[:-9] + line()[:-3])
     count_all(store, tmp_path, 7.0)
     assert total(store)["requests"] == 2
 
 
-def test_line_with_several_records_and_torn_pieces_counts_every_whole_record(
+def test_usage_line_with_several_records_and_torn_pieces_counts_every_whole_record(
     tmp_path: Path, store: StateStore
 ) -> None:
     """A record may lack only its line end, and more than one record may follow it on the line."""
@@ -111,7 +111,7 @@ def test_line_with_several_records_and_torn_pieces_counts_every_whole_record(
     assert total(store)["requests"] == 3
 
 
-def test_records_are_counted_once_whoever_reads(tmp_path: Path, store: StateStore) -> None:
+def test_usage_records_are_counted_once_across_readers(tmp_path: Path, store: StateStore) -> None:
     now = tmp_path / "usage.jsonl"
     write(now, line(), line(HOUR + 1, key="bob", outcome="overloaded", output_tokens=0))
     assert UsageReader(store, tmp_path).turn() == UsageRead(2)
@@ -147,7 +147,7 @@ def test_records_are_counted_once_whoever_reads(tmp_path: Path, store: StateStor
     ]
 
 
-def test_a_lost_state_is_counted_anew_from_the_files(tmp_path: Path, store: StateStore) -> None:
+def test_lost_state_recounts_usage_from_the_files(tmp_path: Path, store: StateStore) -> None:
     write(tmp_path / "usage.jsonl", *[line()] * 5)
     write(tmp_path / "usage-2024-10-03.jsonl", line(HOUR - 30))
     count_all(store, tmp_path, 0.0)
@@ -159,7 +159,7 @@ def test_a_lost_state_is_counted_anew_from_the_files(tmp_path: Path, store: Stat
     assert used(again, ("hour", "key")) == before
 
 
-def test_large_files_are_read_in_pieces(tmp_path: Path, store: StateStore) -> None:
+def test_large_usage_files_are_read_in_pieces(tmp_path: Path, store: StateStore) -> None:
     write(tmp_path / "usage.jsonl", *[line(request=f"r{number}") for number in range(2000)])
     reader, turns = UsageReader(store, tmp_path), 0
     while reader.turn(100_000).more:
@@ -184,7 +184,9 @@ def test_large_files_are_read_in_pieces(tmp_path: Path, store: StateStore) -> No
         "x" * 300_000,
     ],
 )
-def test_what_is_no_record_counts_nowhere_and_is_said(bad: str, tmp_path: Path, store: StateStore) -> None:
+def test_invalid_usage_record_is_not_counted_and_is_reported(
+    bad: str, tmp_path: Path, store: StateStore
+) -> None:
     write(tmp_path / "usage.jsonl", line(), bad, line())
     count_all(store, tmp_path, 7.0)
     assert total(store)["requests"] == 2
@@ -205,7 +207,7 @@ os._exit(0)
 """
 
 
-def test_readers_killed_at_any_instant_count_nothing_twice(
+def test_usage_readers_killed_at_any_instant_count_nothing_twice(
     tmp_path: Path, store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "usage.jsonl", *[line(prompt_tokens=number) for number in range(20_000)])
@@ -220,7 +222,7 @@ def test_readers_killed_at_any_instant_count_nothing_twice(
     assert total(store)["prompt_tokens"] == sum(range(20_000))
 
 
-def test_a_disk_without_room_is_said_as_for_all_else(tmp_path: Path, store: StateStore) -> None:
+def test_full_disk_is_reported_and_usage_is_counted_later(tmp_path: Path, store: StateStore) -> None:
     write(tmp_path / "usage.jsonl", *[line(key=f"k{number}") for number in range(3000)])
     (pages,) = store.rows("PRAGMA page_count")[0]
     store.rows(f"PRAGMA max_page_count = {pages + 2}")
@@ -255,7 +257,7 @@ class Gateway:
             return False
 
 
-def test_keys_reach_the_gateway_and_leave_it(tmp_path: Path, store: StateStore) -> None:
+def test_added_rotated_and_revoked_keys_reach_the_gateway(tmp_path: Path, store: StateStore) -> None:
     assert publish_keys(store, tmp_path, 0.0)
     gateway = Gateway(tmp_path)
     assert gateway.lets_in(""), "until there is a key none is asked for"
@@ -287,7 +289,7 @@ def test_keys_reach_the_gateway_and_leave_it(tmp_path: Path, store: StateStore) 
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o077 == 0
 
 
-def test_a_file_that_cannot_be_written_changes_no_key(tmp_path: Path, store: StateStore) -> None:
+def test_key_file_that_cannot_be_written_changes_no_key(tmp_path: Path, store: StateStore) -> None:
     publish_keys(store, tmp_path, 0.0)
     before = (tmp_path / KEY_FILE).read_text()
     os.mkdir(tmp_path / f"{KEY_FILE}.new")
@@ -297,7 +299,7 @@ def test_a_file_that_cannot_be_written_changes_no_key(tmp_path: Path, store: Sta
     assert (tmp_path / KEY_FILE).read_text() == before
 
 
-def test_a_file_changed_by_hand_is_made_good_and_that_is_said(tmp_path: Path, store: StateStore) -> None:
+def test_manually_changed_key_file_is_restored_and_reported(tmp_path: Path, store: StateStore) -> None:
     add_key(store, tmp_path, made("ann", 0.0)[1])
     notes: list[tuple[str, ...]] = []
     now_s = [0.0]
@@ -314,7 +316,7 @@ def test_a_file_changed_by_hand_is_made_good_and_that_is_said(tmp_path: Path, st
     assert [note[0] for note in notes] == ["keys"]
 
 
-def test_a_state_that_was_lost_takes_its_keys_from_the_file(tmp_path: Path, store: StateStore) -> None:
+def test_lost_state_restores_keys_from_the_key_file(tmp_path: Path, store: StateStore) -> None:
     key, kept = made("ann", 1000.0, concurrent=4)
     add_key(store, tmp_path, kept)
     again = StateStore(tmp_path / "another.db")
@@ -331,7 +333,7 @@ def test_a_state_that_was_lost_takes_its_keys_from_the_file(tmp_path: Path, stor
 # The file, and the commands.
 
 
-def test_a_file_of_version_one_is_brought_up_to_date(tmp_path: Path) -> None:
+def test_state_file_of_version_one_is_migrated(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     with sqlite3.connect(path) as db:
         db.executescript((Path(__file__).parent / "state_v1.sql").read_text())
@@ -350,7 +352,9 @@ def test_a_file_of_version_one_is_brought_up_to_date(tmp_path: Path) -> None:
     assert [key.name for key in kept_keys(StateStore(path))] == ["ann"]
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_and_usage_commands_change_and_show_the_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = ["--state", str(tmp_path / "new")]
     assert (
         run(["keys", "add", "ann", "--tenant", "co", "--concurrent", "4", "--expires", "2099-01-01", *state])
@@ -383,7 +387,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_damage_is_a_line_of_ours(tmp_path: Path) -> None:
+def test_damaged_state_file_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"no database" * 100)
     with pytest.raises(PotluckError, match="damaged"):
         kept_keys(StateStore(tmp_path / "state.db"))

@@ -52,7 +52,7 @@ NODES = [
 ]
 
 
-def test_what_is_there_is_the_market_and_what_is_gone_or_silent_is_not() -> None:
+def test_cluster_market_counts_available_nodes_without_lost_or_silent_ones() -> None:
     def available(*silent: str) -> list[int | None]:
         return [quote.available for quote in quotes_of(cluster_nodes(NODES, silent), SPELLINGS, REGIONS)]
 
@@ -65,7 +65,7 @@ def test_what_is_there_is_the_market_and_what_is_gone_or_silent_is_not() -> None
 @given(
     st.lists(st.tuples(st.sampled_from(["L4", "A100", "A100-80", "T4"]), st.integers(0, 9), st.booleans()))
 )
-def test_no_machine_is_counted_for_more_nodes_than_its_gpus_make(
+def test_cluster_nodes_are_counted_by_whole_gpu_groups_per_machine(
     machines: list[tuple[str, int, bool]],
 ) -> None:
     there = [
@@ -91,7 +91,7 @@ class Prices:
         return ""
 
 
-def test_prices_are_the_files_and_counts_the_clusters() -> None:
+def test_cluster_market_combines_file_prices_with_cluster_counts() -> None:
     there = [list(cluster_nodes(NODES))]
     market = ClusterMarket(lambda: there[0], SPELLINGS, REGIONS, Prices())
     market.look()
@@ -103,7 +103,7 @@ def test_prices_are_the_files_and_counts_the_clusters() -> None:
     assert market.changes() == "0 x 1xL4 in east at $0.30/h"
 
 
-def test_ray_is_asked_by_type_by_a_resource_of_that_name_or_by_a_label() -> None:
+def test_ray_request_uses_accelerator_type_own_resource_or_label() -> None:
     typed = ask_of(L4, 2, "east", NODES)
     assert (typed.gpus, dict(typed.resources), dict(typed.labels)) == (
         2,
@@ -123,7 +123,7 @@ def test_ray_is_asked_by_type_by_a_resource_of_that_name_or_by_a_label() -> None
         ask_of(NodeTypeLabels(1, ("T4",)), 1, "east", NODES)
 
 
-def test_several_regions_need_nodes_that_say_theirs() -> None:
+def test_several_regions_require_region_labels_on_nodes() -> None:
     must_name_regions(NODES, {"east", "west"})
     must_name_regions([node("a", {"L4": 1.0})], {"east"})
     with pytest.raises(InputError, match="ray start --labels=region=NAME"):
@@ -131,7 +131,9 @@ def test_several_regions_need_nodes_that_say_theirs() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is here")
-def test_without_ray_it_is_said_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ray_or_kubeconfig_is_reported_with_a_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["up", "--on", "ray", "--engine", "mock", "--state", str(tmp_path)]) == 2
     assert "--on: ray: needs Ray; install potluck[ray]" in capsys.readouterr().err
     assert run(["up", "--on", "kubernetes", "--cluster", "/no/file", "--state", str(tmp_path)]) == 2
@@ -172,7 +174,9 @@ def until(what: Callable[[], Any]) -> Any:
     return result
 
 
-def test_an_engine_is_filled_in_reported_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervised_engine_is_started_reported_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it = made("m-1", "engine", monkeypatch, tmp_path)
     assert it.report()["state"] == "starting", "nobody has begun it"
     for _ in range(2):  # it is begun once
@@ -190,7 +194,7 @@ def test_an_engine_is_filled_in_reported_and_ended(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.rglob("m-1*")) == [], "neither its log nor its secret is left"
 
 
-def test_a_worker_says_its_port_and_who_only_stands_is_there_at_once(
+def test_supervised_worker_reports_its_port_and_a_placeholder_is_up_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = made("w", "worker", monkeypatch, tmp_path)
@@ -204,7 +208,7 @@ def test_a_worker_says_its_port_and_who_only_stands_is_there_at_once(
     assert "could not be started" in broken.report()["problem"]
 
 
-def test_what_it_looks_after_ends_with_it(tmp_path: Path) -> None:
+def test_supervised_process_ends_with_its_supervisor(tmp_path: Path) -> None:
     variables = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", TWO], stdout=subprocess.PIPE, text=True, env=variables)
     assert process.stdout is not None

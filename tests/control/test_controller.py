@@ -214,7 +214,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def test_what_is_wanted_is_started_told_and_stopped_again(world: World) -> None:
+def test_controller_starts_reports_and_stops_wanted_replicas(world: World) -> None:
     world.gateway.replicas = ["a", "b"]
     controller = world.controller()
     world.turns(controller, 4)
@@ -229,7 +229,7 @@ def test_what_is_wanted_is_started_told_and_stopped_again(world: World) -> None:
     assert "stop" in kinds
 
 
-def test_an_engine_that_somebody_wants_dead_is_killed_once_and_another_comes(world: World) -> None:
+def test_engine_marked_for_killing_is_killed_once_and_replaced(world: World) -> None:
     world.gateway.replicas = ["a", "b"]
     controller = world.controller()
     world.turns(controller, 4)
@@ -248,7 +248,7 @@ def test_an_engine_that_somebody_wants_dead_is_killed_once_and_another_comes(wor
     )
 
 
-def test_engines_are_started_with_the_steps_that_were_planned_and_stay_when_others_are(world: World) -> None:
+def test_engines_keep_the_step_tokens_of_their_start(world: World) -> None:
     world.gateway.replicas, world.gateway.step_tokens = ["a"], 192
     controller = world.controller()
     world.turns(controller, 4)
@@ -260,7 +260,7 @@ def test_engines_are_started_with_the_steps_that_were_planned_and_stay_when_othe
     assert world.machine.step_tokens == [192, 512]
 
 
-def test_engines_serve_on_while_the_gateway_is_away_and_dead_ones_come_back(world: World) -> None:
+def test_engines_keep_running_without_a_gateway_and_dead_ones_are_replaced(world: World) -> None:
     world.gateway.replicas = ["a", "b"]
     controller = world.controller()
     world.turns(controller, 4)
@@ -273,7 +273,7 @@ def test_engines_serve_on_while_the_gateway_is_away_and_dead_ones_come_back(worl
     assert len(away) == 1, "said once, not every second"
 
 
-def test_a_start_that_cannot_be_is_tried_again_later(world: World) -> None:
+def test_failed_start_is_retried_later_with_its_reason(world: World) -> None:
     world.gateway.replicas = ["a"]
     world.machine.broken = True
     controller = world.controller()
@@ -289,7 +289,7 @@ def test_a_start_that_cannot_be_is_tried_again_later(world: World) -> None:
     assert world.last.settled
 
 
-def test_machines_that_go_or_will_go_are_noted_and_their_engines_used_no_more(world: World) -> None:
+def test_lost_and_noticed_machines_are_recorded_and_their_engines_drained(world: World) -> None:
     world.gateway.replicas, world.gateway.urls = ["a"], True
     controller = world.controller()
     world.turns(controller, 3)
@@ -302,7 +302,7 @@ def test_machines_that_go_or_will_go_are_noted_and_their_engines_used_no_more(wo
     assert world.gateway.drained == ["a"]
 
 
-def test_two_never_act_at_once(world: World) -> None:
+def test_two_controllers_never_act_at_once(world: World) -> None:
     world.gateway.replicas = ["a"]
     one, two = world.controller(), world.controller()
     for _ in range(6):
@@ -315,7 +315,7 @@ def test_two_never_act_at_once(world: World) -> None:
     assert world.last.acted
 
 
-def test_a_plan_that_is_asked_for_is_made_once_and_handed_over(world: World) -> None:
+def test_requested_plan_is_made_once_and_sent_to_the_gateway(world: World) -> None:
     asked: list[PlanRequest] = []
 
     controller = world.controller(Fixed(PLAN, asked))
@@ -329,7 +329,7 @@ def test_a_plan_that_is_asked_for_is_made_once_and_handed_over(world: World) -> 
     assert (newest.version, newest.reason) == (2, "more is asked for; better")
 
 
-def test_advice_changes_nothing(world: World) -> None:
+def test_advise_mode_sends_no_plan(world: World) -> None:
     controller = world.controller(Fixed(PLAN), advise=True)
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more"}
     world.turns(controller, 1)
@@ -341,7 +341,7 @@ def test_advice_changes_nothing(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_killed_at_any_instant_it_converges_and_nothing_is_orphaned(world: World, seed: int) -> None:
+def test_controller_killed_at_any_instant_converges_without_orphans(world: World, seed: int) -> None:
     """Each kill strikes before or after one write or one start, drawn at random."""
     chance = random.Random(seed)
     kills = 0
@@ -381,7 +381,7 @@ def test_killed_at_any_instant_it_converges_and_nothing_is_orphaned(world: World
     assert sorted(world.machine.running) == sorted(item.name for item in world.gateway.fleet)
 
 
-def test_what_is_left_counts_before_the_full_plan_is_there(world: World) -> None:
+def test_plan_for_remaining_nodes_is_sent_before_the_full_plan(world: World) -> None:
     left = replace(PLAN, cost_usd_per_h=1.0)
     planner = Fixed(replace(PLAN, cost_usd_per_h=2.0), left=left)
     controller = world.controller(planner)
@@ -392,7 +392,7 @@ def test_what_is_left_counts_before_the_full_plan_is_there(world: World) -> None
     assert planner.asked[0].running == left, "the full plan starts from what is left"
 
 
-def test_a_plan_that_was_written_down_and_not_told_is_told_by_the_next(world: World) -> None:
+def test_stored_plan_that_was_not_sent_is_sent_by_the_next_controller(world: World) -> None:
     store = StateStore(world.path)
     newer = replace(PLAN, cost_usd_per_h=9.0)
     store.add_plan(newer, 1.0, "more")  # and then it was killed
@@ -408,7 +408,7 @@ def test_a_plan_that_was_written_down_and_not_told_is_told_by_the_next(world: Wo
     assert sum("serves another plan" in item for item in whies) == 1
 
 
-def test_a_planner_that_breaks_leaves_the_controller_and_says_so(world: World) -> None:
+def test_planner_exception_is_reported_and_the_controller_continues(world: World) -> None:
     class Broken(Fixed):
         def full(self, plan_request: PlanRequest) -> PlanReply:
             raise ZeroDivisionError
@@ -426,7 +426,7 @@ def test_a_planner_that_breaks_leaves_the_controller_and_says_so(world: World) -
     assert ["the planner failed" in item for item in whies] == [True]
 
 
-def test_an_engine_whose_replica_was_drained_at_the_gateway_is_let_go_and_a_fresh_one_comes(
+def test_engine_of_a_drained_replica_is_stopped_and_replaced(
     tmp_path: Path,
 ) -> None:
     world = World(tmp_path)
@@ -487,9 +487,7 @@ def frozen_world(tmp_path: Path) -> Frozen:
 
 
 @pytest.mark.parametrize("starting", [False, True])
-def test_an_engine_that_is_frozen_for_good_is_killed_and_another_comes(
-    frozen_world: Frozen, starting: bool
-) -> None:
+def test_permanently_frozen_engine_is_killed_and_replaced(frozen_world: Frozen, starting: bool) -> None:
     """It lives and will never answer: what takes its replica's place must not be it."""
     frozen_world.gateway.replicas = ["a"]
     controller = frozen_world.controller()
@@ -510,7 +508,7 @@ def test_an_engine_that_is_frozen_for_good_is_killed_and_another_comes(
 
 
 @pytest.mark.parametrize("unsure", ["the gateway reaches it", "nobody knows what the gateway has"])
-def test_an_engine_that_does_not_answer_us_is_left_alone_where_it_may_serve(
+def test_engine_silent_to_the_controller_is_kept_while_the_gateway_may_reach_it(
     frozen_world: Frozen, unsure: str
 ) -> None:
     frozen_world.gateway.replicas = ["a"]
@@ -557,7 +555,7 @@ class Slow:
         return PlanReply(plan(self.asked[-1]), "more")
 
 
-def test_a_plan_for_nodes_that_have_gone_is_made_anew(tmp_path: Path) -> None:
+def test_plan_for_nodes_lost_meanwhile_is_made_again(tmp_path: Path) -> None:
     slow, adopted, notes = Slow(), [], []
     planning = PlanRequests(
         StateStore(tmp_path / "state.db"),
@@ -581,7 +579,7 @@ def test_a_plan_for_nodes_that_have_gone_is_made_anew(tmp_path: Path) -> None:
     planning.close()
 
 
-def test_more_nodes_than_it_was_made_for_do_no_harm(tmp_path: Path) -> None:
+def test_plan_is_adopted_when_more_nodes_became_available(tmp_path: Path) -> None:
     slow, adopted = Slow(), []
     slow.go.set()
     planning = PlanRequests(

@@ -76,7 +76,7 @@ def running(store: StateStore) -> list[str]:
     return [marks[NAME_MARK] for _, marks in marked(OWNER_MARK, owner_of(store)) if NAME_MARK in marks]
 
 
-def test_whenever_it_is_killed_it_ends_with_just_what_is_wanted(tmp_path: Path, gateway: Wanting) -> None:
+def test_repeatedly_killed_controller_converges_with_real_processes(tmp_path: Path, gateway: Wanting) -> None:
     store = StateStore(tmp_path / "state.db")
     store.add_plan(PLAN, 0.0, "begin")
     chance = random.Random(int.from_bytes(os.urandom(4)))
@@ -110,7 +110,7 @@ def test_whenever_it_is_killed_it_ends_with_just_what_is_wanted(tmp_path: Path, 
     assert running(store) == []
 
 
-def test_two_controllers_of_one_state_never_act_at_once(tmp_path: Path, gateway: Wanting) -> None:
+def test_two_controller_processes_of_one_state_never_act_at_once(tmp_path: Path, gateway: Wanting) -> None:
     store = StateStore(tmp_path / "state.db")
     store.add_plan(PLAN, 0.0, "begin")
     gateway.replicas = ["a", "b"]

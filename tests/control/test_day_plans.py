@@ -35,7 +35,7 @@ def due(clock: str, day: DayPlans = DAY) -> str:
     return day.due(NOON.replace(hour=int(clock[:2]), minute=int(clock[3:])).timestamp())[0]
 
 
-def test_what_costs_more_begins_early_and_what_costs_less_on_time() -> None:
+def test_day_plan_with_higher_cost_starts_early_and_a_cheaper_one_on_time() -> None:
     assert due("12:00") == "06:30"
     assert [due("17:59"), due("18:00")] == ["06:30", "18:00"]
     assert [due("22:59"), due("23:00"), due("00:00"), due("06:19")] == ["18:00", "23:00", "23:00", "23:00"]
@@ -44,14 +44,14 @@ def test_what_costs_more_begins_early_and_what_costs_less_on_time() -> None:
 
 
 @given(st.sets(st.integers(0, 1439), min_size=1, max_size=6), st.integers(0, DAY_S - 1))
-def test_without_lead_it_is_the_last_that_began(begins: set[int], second: int) -> None:
+def test_day_plan_without_lead_time_is_the_latest_started(begins: set[int], second: int) -> None:
     day = DayPlans(tuple((minute * 60, plan(1 + minute % 3)) for minute in sorted(begins)))
     name, _ = day.due((NOON.replace(hour=0) + timedelta(seconds=second)).timestamp())
     ages = {minute: (second - minute * 60) % DAY_S for minute in begins}
     assert ages[seconds(name) // 60] == min(ages.values())
 
 
-def test_a_plan_is_put_into_force_once_and_what_is_set_by_hand_holds(world: World) -> None:
+def test_scheduled_plan_is_applied_once_and_a_manual_plan_holds(world: World) -> None:
     store = StateStore(world.path)
     world.now_s = NOON.timestamp()
     world.turns(controller := world.controller(day=DAY), 3)
@@ -71,7 +71,7 @@ def test_a_plan_is_put_into_force_once_and_what_is_set_by_hand_holds(world: Worl
     assert advice == "the plan from 23:00 on is due; what was set by hand holds"
 
 
-def test_a_plan_that_the_gateway_does_not_take_is_tried_again_and_leaves_nothing_behind(
+def test_scheduled_plan_refused_by_the_gateway_is_retried(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -98,7 +98,7 @@ fleet: {regions: [{name: east, nodes: [{node: 1xA10, available: 4, price_usd_per
 """
 
 
-def test_a_schedule_is_read_before_anything_is_started(
+def test_schedule_folder_is_validated_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (spec := tmp_path / "potluck.yaml").write_text(SPEC)

@@ -63,7 +63,7 @@ class Scene:
         return [event.what for event in StateStore(self.path).happenings() if event.kind == "brain"]
 
 
-def test_each_decision_is_noted_once_by_whichever_controller(tmp_path: Path) -> None:
+def test_each_decision_is_recorded_once_across_controllers(tmp_path: Path) -> None:
     resolved = Scene(tmp_path)
     resolved.gateway.said = 2
     resolved.chronicle().turn()
@@ -77,7 +77,7 @@ def test_each_decision_is_noted_once_by_whichever_controller(tmp_path: Path) -> 
     assert resolved.said[0] == "m: 4 requests/s is steady"
 
 
-def test_requests_become_rates_of_bins_across_restarts_of_both(tmp_path: Path) -> None:
+def test_request_rates_are_binned_across_restarts_of_gateway_and_controller(tmp_path: Path) -> None:
     resolved = Scene(tmp_path)
     for _ in range(60):  # a bin and a bit, 2 requests a second; both are restarted in between
         resolved.chronicle().turn()
@@ -91,7 +91,7 @@ def test_requests_become_rates_of_bins_across_restarts_of_both(tmp_path: Path) -
     assert StateStore(resolved.path).rates("m", 101, 2)[0] == first
 
 
-def test_a_bin_that_was_hardly_watched_is_no_rate(tmp_path: Path) -> None:
+def test_rate_bin_observed_for_too_short_is_omitted(tmp_path: Path) -> None:
     resolved = Scene(tmp_path)
     resolved.now_s += 500.0
     for _ in range(20):
@@ -101,13 +101,13 @@ def test_a_bin_that_was_hardly_watched_is_no_rate(tmp_path: Path) -> None:
     assert StateStore(resolved.path).rates("m", 100, 1) == (None,)
 
 
-def test_gaps_are_as_the_day_before_or_as_last_seen() -> None:
+def test_missing_rate_bins_are_filled_from_the_day_before_or_the_last_value() -> None:
     assert without_gaps((None, None, 1.0, None, 3.0)) == (1.0, 1.0, 3.0)
     day = tuple(float(n) for n in range(DAY_BINS))
     assert without_gaps((*day, None, None, 7.0)) == (*day, 0.0, 1.0, 7.0)
 
 
-def test_a_forecast_from_the_state_sees_the_morning_coming(tmp_path: Path) -> None:
+def test_forecast_from_stored_rates_predicts_the_morning_rise(tmp_path: Path) -> None:
     """Five days of a daily swing are in the state; at night's end the forecast is above the rate at hand."""
     store = StateStore(tmp_path / "state.db")
     night = 5 * DAY_BINS + DAY_BINS // 4 + 9  # the sine was lowest, and has begun to rise
@@ -163,7 +163,9 @@ def scenario(tmp_path: Path) -> SpeedScenario:
     return SpeedScenario(tmp_path)
 
 
-def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_seen(scenario: SpeedScenario) -> None:
+def test_observed_speed_of_a_node_type_is_the_median_after_enough_observations(
+    scenario: SpeedScenario,
+) -> None:
     scenario.look(ENOUGH - 1, a=1.4, b=1.3, c=3.0)
     assert scenario.found == []
     scenario.look(a=1.4, b=1.3, c=3.0)
@@ -174,7 +176,7 @@ def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_seen(scenar
     assert scenario.found == []
 
 
-def test_a_replica_that_does_nothing_new_tells_nothing_new(scenario: SpeedScenario) -> None:
+def test_replica_without_new_work_adds_no_speed_observation(scenario: SpeedScenario) -> None:
     scenario.look(1, a=2.0)
     scenario.look(3 * ENOUGH, idle=True, a=2.0)
     assert scenario.found == []
@@ -186,13 +188,13 @@ def test_a_replica_that_does_nothing_new_tells_nothing_new(scenario: SpeedScenar
     assert scenario.found == [], "too little work, several nodes, or nobody's template"
 
 
-def test_a_mean_moves_with_what_is_seen(scenario: SpeedScenario) -> None:
+def test_observed_speed_follows_newer_observations(scenario: SpeedScenario) -> None:
     scenario.look(ENOUGH, a=2.0)
     scenario.look(30, a=1.0)
     assert scenario.found == [("1xL4", 1, 1.0, 1)]
 
 
-def test_another_spec_has_other_facts(scenario: SpeedScenario) -> None:
+def test_changed_spec_discards_observed_speeds(scenario: SpeedScenario) -> None:
     scenario.look(ENOUGH, a=2.0)
     scenario.store.set("spec", "another")
     assert scenario.found == []
@@ -200,7 +202,9 @@ def test_another_spec_has_other_facts(scenario: SpeedScenario) -> None:
     assert scenario.found == [("1xL4", 1, 1.5, 1)]
 
 
-def test_profiles_of_a_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_command_exports_observed_speeds_of_a_service(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan_path, spec = write_plans(tmp_path, WHOLE)
     plan = plan_from_json(plan_path.read_text())
     scenario = SpeedScenario(tmp_path / "state")
@@ -242,7 +246,7 @@ def _recent(*steps: tuple[float, dict[str, int]]) -> RecentMetrics:
     return recent
 
 
-def test_only_what_happened_between_counts() -> None:
+def test_recent_metrics_count_only_the_observed_interval() -> None:
     recent = _recent(
         (0.0, {"a": 100, "b": 7, "one": 50, "two": 50, "all": 50}),
         (2.0, {"a": 110, "b": 7, "one": 50, "two": 60, "all": 60}),
@@ -254,7 +258,7 @@ def test_only_what_happened_between_counts() -> None:
     assert recent.quantile("wait_seconds", 0.5, model="b") is None
 
 
-def test_what_is_older_than_the_window_is_forgotten_and_a_restart_counts_from_nothing() -> None:
+def test_recent_metrics_forget_old_samples_and_handle_counter_resets() -> None:
     none = {"b": 0, "one": 0, "two": 0, "all": 0}
     recent = _recent(*((float(at), {"a": 10 * at, **none}) for at in range(30)))
     assert recent.span_s == pytest.approx(10.0)
@@ -264,7 +268,7 @@ def test_what_is_older_than_the_window_is_forgotten_and_a_restart_counts_from_no
     assert recent.quantile("wait_seconds", 0.9, model="a") is None
 
 
-def test_what_lies_beyond_the_last_bound_is_told_as_that_bound() -> None:
+def test_quantile_beyond_the_last_bucket_is_its_bound() -> None:
     recent = _recent(
         (0.0, {"a": 0, "b": 0, "one": 0, "two": 0, "all": 0}),
         (1.0, {"a": 0, "b": 0, "one": 0, "two": 1, "all": 10}),

@@ -46,7 +46,7 @@ def listening() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-def test_ports_are_fetched_and_the_gateway_goes_on(deep: Path) -> None:
+def test_gateway_serves_on_while_its_listening_sockets_are_copied(deep: Path) -> None:
     async def scenario() -> None:
         client, operator, handed = listening(), listening(), asyncio.Event()
         path, held = takeover_in(deep), HeldSockets()
@@ -73,7 +73,7 @@ def test_ports_are_fetched_and_the_gateway_goes_on(deep: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_process_that_is_started_finds_them() -> None:
+def test_started_process_inherits_the_held_sockets() -> None:
     held = HeldSockets()
     held.clients, held.operators = [listening(), listening()], [listening()]
     files, text = held.passed()
@@ -100,7 +100,7 @@ def test_a_process_that_is_started_finds_them() -> None:
         assert json.loads(out) == [[], []], "those are for somebody else"
 
 
-def test_a_supervisor_has_them_too() -> None:
+def test_supervisor_holds_copies_of_the_sockets() -> None:
     mine, theirs = socket.socketpair()
     held, kept = HeldSockets(), HeldSockets()
     held.give(Path("/nobody"))  # without a supervisor nothing happens
@@ -114,7 +114,7 @@ def test_a_supervisor_has_them_too() -> None:
         item.close()
 
 
-def test_a_gateway_that_is_gone_is_started_as_it_was(tmp_path: Path) -> None:
+def test_lost_gateway_is_restarted_with_its_command_and_sockets(tmp_path: Path) -> None:
     held = HeldSockets()
     revive(tmp_path, held)  # of a state that is not there nothing is started
     assert not (tmp_path / "state.db").exists()
@@ -186,7 +186,7 @@ def ended(process: subprocess.Popen[str]) -> int:
     return code
 
 
-def test_a_command_that_served_is_brought_back_with_what_it_held(tmp_path: Path) -> None:
+def test_killed_serving_command_is_restarted_with_its_sockets(tmp_path: Path) -> None:
     state = StateStore(tmp_path / "state.db")
     process = start(str(tmp_path), "serves")
     pid, again, port = line_of(process)
@@ -203,21 +203,21 @@ def test_a_command_that_served_is_brought_back_with_what_it_held(tmp_path: Path)
     state.close()
 
 
-def test_a_command_that_never_served_ends_as_it_ends(tmp_path: Path) -> None:
+def test_command_that_never_served_is_not_restarted(tmp_path: Path) -> None:
     process = start(str(tmp_path))
     os.kill(line_of(process)[0], 9)
     assert ended(process) == 128 + 9
 
 
 @pytest.mark.parametrize("number", [15, 2])
-def test_a_command_hears_what_its_supervisor_is_told(tmp_path: Path, number: int) -> None:
+def test_command_gets_the_signals_of_its_supervisor(tmp_path: Path, number: int) -> None:
     process = start(str(tmp_path), "serves")
     line_of(process)
     os.kill(process.pid, number)
     assert ended(process) != 7
 
 
-def test_a_command_dies_with_its_supervisor(tmp_path: Path) -> None:
+def test_command_ends_with_its_supervisor(tmp_path: Path) -> None:
     process = start(str(tmp_path), "serves")
     pid, _, _ = line_of(process)
     gone = threading.Event()

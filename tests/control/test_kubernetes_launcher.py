@@ -85,7 +85,7 @@ def come_to(launcher: KubernetesLauncher, places: dict[str, Place], state: str) 
         time.sleep(0.02)
 
 
-def test_an_engine_is_a_pod_that_a_successor_finds_and_that_is_deleted(kube: Kube, made: Made) -> None:
+def test_engine_pod_is_found_by_a_successor_and_deleted(kube: Kube, made: Made) -> None:
     launcher = made()
     places = {"M.odd_name-1a2b": launcher.start("M.odd_name-1a2b", MAKE)}
     url = come_to(launcher, places, "up").url
@@ -111,7 +111,7 @@ def test_an_engine_is_a_pod_that_a_successor_finds_and_that_is_deleted(kube: Kub
     assert len(lists) == 2, "each of two launchers lists once, and watches from then on"
 
 
-def test_a_mock_is_one_pod_whatever_it_stands_for(kube: Kube, made: Made) -> None:
+def test_mock_engine_is_one_pod_for_any_layout(kube: Kube, made: Made) -> None:
     pipeline = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
     place = made().start("p-1", EngineSpec("m", pipeline, "east"))
     assert set(place) == {"pod", "namespace"}, "no workers of its own"
@@ -120,7 +120,7 @@ def test_a_mock_is_one_pod_whatever_it_stands_for(kube: Kube, made: Made) -> Non
     assert '"stages"' in words[words.index("--emulate") + 1]
 
 
-def test_what_cannot_be_is_refused_in_one_line(kube: Kube, made: Made) -> None:
+def test_impossible_kubernetes_request_is_refused_in_one_line(kube: Kube, made: Made) -> None:
     launcher = made()
     with pytest.raises(CapacityError, match="no node of the cluster has T4; it has NVIDIA-A10, NVIDIA-L4"):
         launcher.start("t-1", EngineSpec("m", single("1xT4", 1, 2), "east"))
@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused_in_one_line(kube: Kube, made: Made) -> None:
         connect("/no/such/file")
 
 
-def test_one_that_ends_is_dead_with_its_words_and_its_pod_is_gone(
+def test_ended_pod_is_dead_with_its_last_log_line_and_is_deleted(
     kube: Kube, made: Made, tmp_path: Path
 ) -> None:
     launcher = made()
@@ -144,7 +144,7 @@ def test_one_that_ends_is_dead_with_its_words_and_its_pod_is_gone(
     assert kube.objects["pods"] == {}
 
 
-def test_a_node_that_falls_silent_is_noticed_by_us_and_left_out(kube: Kube, made: Made) -> None:
+def test_silent_node_is_detected_and_avoided(kube: Kube, made: Made) -> None:
     launcher = made(lost_s=1.0)
     places = {"m-1": launcher.start("m-1", MAKE)}
     come_to(launcher, places, "up")
@@ -161,7 +161,7 @@ def test_a_node_that_falls_silent_is_noticed_by_us_and_left_out(kube: Kube, made
     assert {node, kube.objects["pods"]["m-2"]["spec"]["nodeName"]} == {"node-a", "node-b"}
 
 
-def test_a_cordoned_node_is_a_notice_and_a_watch_that_is_too_old_begins_anew(kube: Kube, made: Made) -> None:
+def test_cordoned_node_gives_a_notice_and_an_expired_watch_restarts(kube: Kube, made: Made) -> None:
     launcher = made()
     places = {"m-1": launcher.start("m-1", MAKE)}
     come_to(launcher, places, "up")
@@ -180,7 +180,7 @@ def test_a_cordoned_node_is_a_notice_and_a_watch_that_is_too_old_begins_anew(kub
     assert {item.id: item.well for item in launcher.there()}["node-a"] is False
 
 
-def test_the_example_is_valid_and_its_command_is_known() -> None:
+def test_kubernetes_example_is_valid_and_its_command_is_known() -> None:
     text = (Path(__file__).parents[2] / "examples" / "kubernetes" / "up.yaml").read_text("utf-8")
     manifests = list(yaml.safe_load_all(text))
     for manifest in manifests:

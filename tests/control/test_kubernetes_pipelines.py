@@ -68,7 +68,7 @@ def until_gone(launcher: KubernetesLauncher, kube: Kube, places: dict[str, Place
         time.sleep(0.02)
 
 
-def test_workers_come_first_and_the_engine_is_told_where_they_are(
+def test_pipeline_workers_start_first_and_the_engine_gets_their_addresses(
     kube: Kube, launcher: KubernetesLauncher
 ) -> None:
     places = {"p-1": launcher.start("p-1", MAKE)}
@@ -95,7 +95,7 @@ def test_workers_come_first_and_the_engine_is_told_where_they_are(
     until_gone(launcher, kube, {})
 
 
-def test_a_worker_that_ends_is_started_again_and_the_engine_stays(
+def test_ended_pipeline_worker_is_restarted_and_the_engine_stays(
     kube: Kube, launcher: KubernetesLauncher
 ) -> None:
     places = {"p-1": launcher.start("p-1", MAKE)}
@@ -110,7 +110,7 @@ def test_a_worker_that_ends_is_started_again_and_the_engine_stays(
     assert kube.objects["pods"]["p-1-w1"]["spec"]["restartPolicy"] == "Always"
 
 
-def test_a_worker_whose_pod_is_gone_takes_all_of_it_along(kube: Kube, launcher: KubernetesLauncher) -> None:
+def test_deleted_worker_pod_ends_the_whole_pipeline(kube: Kube, launcher: KubernetesLauncher) -> None:
     places = {"p-1": launcher.start("p-1", MAKE)}
     come_to(launcher, places, "up")
     kube.cordon("node-b")
@@ -134,9 +134,7 @@ NODES = EngineSpec(
 
 
 @pytest.mark.parametrize("launcher", ["vllm"], indirect=True)
-def test_machines_of_a_vllm_come_behind_the_first_and_end_with_one(
-    kube: Kube, launcher: KubernetesLauncher
-) -> None:
+def test_vllm_nodes_start_after_the_first_and_end_together(kube: Kube, launcher: KubernetesLauncher) -> None:
     for name in ("p-1", "p-2"):  # and again
         other = f"{name}-n1"
         places = {name: launcher.start(name, NODES)}

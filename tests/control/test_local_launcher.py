@@ -69,7 +69,7 @@ class Scripts(EngineCommands):
         return [sys.executable, "-S", "-c", self.script, str(port)]
 
 
-def test_an_engine_starts_is_found_by_a_successor_and_ends(tmp_path: Path) -> None:
+def test_local_engine_is_found_by_a_successor_and_ends(tmp_path: Path) -> None:
     owner = str(tmp_path)
     first = LocalLauncher(Scripts(), tmp_path, owner)
     place = first.start("i1", MAKE)
@@ -82,7 +82,7 @@ def test_an_engine_starts_is_found_by_a_successor_and_ends(tmp_path: Path) -> No
     assert list(marked("POTLUCK_OWNER", owner)) == []
 
 
-def test_one_that_was_never_written_down_is_ended(tmp_path: Path) -> None:
+def test_unrecorded_engine_process_is_ended(tmp_path: Path) -> None:
     owner = str(tmp_path)
     lost = LocalLauncher(Scripts(), tmp_path, owner)
     place = lost.start("i1", MAKE)
@@ -97,7 +97,7 @@ def test_one_that_was_never_written_down_is_ended(tmp_path: Path) -> None:
     until(gone)
 
 
-def test_others_of_the_same_machine_are_left_alone(tmp_path: Path) -> None:
+def test_engine_processes_of_another_owner_are_left_alone(tmp_path: Path) -> None:
     mine = LocalLauncher(Scripts(), tmp_path, f"{tmp_path}/mine")
     place = mine.start("i1", MAKE)
     LocalLauncher(Scripts(), tmp_path, f"{tmp_path}/theirs").look({})
@@ -106,7 +106,7 @@ def test_others_of_the_same_machine_are_left_alone(tmp_path: Path) -> None:
     until(lambda: mine.look({"i1": place})[0].state == "dead")
 
 
-def test_why_it_died_is_the_last_thing_it_said(tmp_path: Path) -> None:
+def test_dead_engine_reports_its_last_log_line(tmp_path: Path) -> None:
     launcher = LocalLauncher(
         Scripts(script="import sys; sys.exit('potluck: error: no memory left')"), tmp_path, str(tmp_path)
     )
@@ -115,7 +115,7 @@ def test_why_it_died_is_the_last_thing_it_said(tmp_path: Path) -> None:
     assert launcher.look({"i1": place})[0].problem == "no memory left"
 
 
-def test_one_that_does_not_listen_to_reason_is_made_to_end(tmp_path: Path) -> None:
+def test_engine_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     now = [0.0]
     launcher = LocalLauncher(Scripts(script=DEAF), tmp_path, str(tmp_path), clock=lambda: now[0])
     place = launcher.start("i1", MAKE)
@@ -127,7 +127,7 @@ def test_one_that_does_not_listen_to_reason_is_made_to_end(tmp_path: Path) -> No
     until(lambda: launcher.look({"i1": place})[0].state == "dead")
 
 
-def test_one_that_stands_still_is_seen_to_and_is_killed_as_it_stands(tmp_path: Path) -> None:
+def test_frozen_engine_is_reported_silent_and_killed(tmp_path: Path) -> None:
     launcher = LocalLauncher(Scripts(), tmp_path, str(tmp_path))
     place = launcher.start("i1", MAKE)
     until(lambda: launcher.look({"i1": place})[0].state == "up")
@@ -141,7 +141,7 @@ def test_one_that_stands_still_is_seen_to_and_is_killed_as_it_stands(tmp_path: P
     until(lambda: launcher.look({"i1": place})[0].state == "dead")
 
 
-def test_a_number_that_was_used_again_is_somebody_else(tmp_path: Path) -> None:
+def test_reused_process_id_is_not_taken_for_the_engine(tmp_path: Path) -> None:
     pid = spawn([sys.executable, "-S", "-c", "import time; time.sleep(60)"], {}, tmp_path / "log")
     other = ProcessId(pid.number, pid.started + 1)
     assert not alive(other)
@@ -151,7 +151,7 @@ def test_a_number_that_was_used_again_is_somebody_else(tmp_path: Path) -> None:
     until(lambda: not alive(pid))
 
 
-def test_a_log_does_not_grow_for_ever_and_its_writer_goes_on(tmp_path: Path) -> None:
+def test_engine_log_is_rotated_while_its_writer_continues(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = "import sys, time\nfor i in range(400):\n print('x' * 99, flush=True); time.sleep(0.001)\nprint('end')"
     pid = spawn([sys.executable, "-S", "-c", script], {}, log)
@@ -164,7 +164,7 @@ def test_a_log_does_not_grow_for_ever_and_its_writer_goes_on(tmp_path: Path) -> 
     assert last_words(log) == "end"
 
 
-def test_commands_say_what_was_planned() -> None:
+def test_engine_commands_have_the_planned_layout_and_budget() -> None:
     command = EngineCommands(style="mock", catalog_names=(("m", "llama-3.1-8b"),)).command(MAKE, 1, 2)
     assert command[command.index("--emulate") + 1] == "1xA10:llama-3.1-8b:1"
     assert "--mock" in command
@@ -185,7 +185,7 @@ def test_commands_say_what_was_planned() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
-def test_a_stopped_process_still_ends(tmp_path: Path) -> None:
+def test_stopped_process_is_ended(tmp_path: Path) -> None:
     launcher = LocalLauncher(Scripts(), tmp_path, str(tmp_path))
     place = launcher.start("i1", MAKE)
     until(lambda: launcher.look({"i1": place})[0].state == "up")
@@ -221,7 +221,7 @@ def asked(rate_per_s: float, answer: int = 80) -> tuple[Traffic, ...]:
     return (Traffic("words", rate_per_s, (LengthBin(500, answer, 1.0),)),)
 
 
-def test_prompts_steps_and_sequences_are_added_up() -> None:
+def test_needed_cpus_are_the_sum_of_prompt_step_and_sequence_costs() -> None:
     cost = CpuCost(1e-4, 5e-3, 1e-4)
     # 10 x 500 prompt tokens; four replicas answer, 20 steps a second each; 10 x 80 answer tokens
     assert needed_cpus(PLAN, asked(10.0), cost) == pytest.approx(0.5 + 80 * 5e-3 + 0.08)
@@ -229,7 +229,7 @@ def test_prompts_steps_and_sequences_are_added_up() -> None:
     assert needed_cpus(PLAN, asked(0.1), cost) == pytest.approx(0.005 + 8 * 5e-3 + 0.0008)
 
 
-def test_a_machine_that_is_too_slow_is_told_how_far_it_reaches() -> None:
+def test_machine_too_slow_for_emulation_is_reported_with_its_limit() -> None:
     cost = CpuCost(4e-4, 5e-3, 0.0)
     line = slow_line(PLAN, asked(10.0), cost, 1)
     assert line.startswith("this machine would have to compute 2.4 times faster to stand for these GPUs")
@@ -238,11 +238,11 @@ def test_a_machine_that_is_too_slow_is_told_how_far_it_reaches() -> None:
 
 
 @pytest.mark.parametrize("said", [None, {}, {"prompt_token_s": 1.0}, "quick", {"prompt_token_s": "x"}])
-def test_who_says_nothing_is_not_judged(said: object) -> None:
+def test_missing_cpu_cost_report_is_ignored(said: object) -> None:
     assert cost_of(said) is None
 
 
-def test_what_a_fork_server_says_is_read() -> None:
+def test_fork_server_cpu_costs_are_validated() -> None:
     assert cost_of({"prompt_token_s": 1, "step_s": 2.0, "sequence_s": 0}) == CpuCost(1, 2.0, 0)
     assert cost_of({"prompt_token_s": float("nan"), "step_s": 2.0, "sequence_s": 0}) is None
 
@@ -281,12 +281,12 @@ def _until(what: object) -> None:
 
 
 @pytest.mark.parametrize("module", sorted({*MODULES, *MOCK_MODULES}))
-def test_what_it_loads_is_there(module: str) -> None:
+def test_fork_server_modules_exist(module: str) -> None:
     """Where something is not, it ends, and every engine is started from nothing: ten times the work, and no word."""
     assert find_spec(module) is not None
 
 
-def test_a_forked_engine_runs_logs_ends_and_is_cleared_away(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_forked_engine_runs_logs_and_is_reaped(fork_server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "one.log"
     assert fork_server.fork(["--version"], log) is None, "not before it is ready"
     assert fork_server.wait_ready(WITHIN_S)
@@ -296,7 +296,9 @@ def test_a_forked_engine_runs_logs_ends_and_is_cleared_away(fork_server: ForkSer
     assert log.read_text().startswith("potluck, version")
 
 
-def test_it_outlives_the_fork_server_and_is_known_by_a_mark(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_forked_engine_outlives_the_fork_server_and_is_found_by_its_mark(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     assert fork_server.wait_ready(WITHIN_S)
     arguments = ["engine", "serve", "--emulate", "A10:llama-3.1-8b", "--mock", "--port", "0", "--json"]
     log = tmp_path / "two.log"
@@ -311,7 +313,7 @@ def test_it_outlives_the_fork_server_and_is_known_by_a_mark(fork_server: ForkSer
     _until(lambda: not alive(pid))
 
 
-def test_one_that_stands_still_is_given_up_and_killed(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_frozen_fork_server_is_killed_and_not_used(fork_server: ForkServer, tmp_path: Path) -> None:
     assert fork_server.wait_ready(WITHIN_S)
     process = fork_server._process
     os.kill(process.pid, signal.SIGSTOP)
@@ -320,7 +322,7 @@ def test_one_that_stands_still_is_given_up_and_killed(fork_server: ForkServer, t
     assert list(engines_of(str(tmp_path))) == []
 
 
-def test_with_threads_it_refuses_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_server_with_threads_refuses_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     result = _fork_server(tmp_path, monkeypatch, waits)
     try:
@@ -331,13 +333,13 @@ def test_with_threads_it_refuses_to_fork(tmp_path: Path, monkeypatch: pytest.Mon
         result.close()
 
 
-def test_one_that_cannot_load_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_server_that_cannot_load_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = _fork_server(tmp_path, monkeypatch, "1 / 0")
     assert not result.wait_ready(WITHIN_S)
     assert result.fork(["--version"], tmp_path / "log") is None
 
 
-def test_ports_are_given_to_one_alone_and_are_none_of_those_the_system_gives_out(tmp_path: Path) -> None:
+def test_engine_ports_are_unique_and_outside_the_ephemeral_range(tmp_path: Path) -> None:
     """Who was given one may listen minutes later, and meanwhile thousands of connections get ports of the system."""
     ports = Ports("127.0.0.1")
     numbers = [number for first in (ports.free(4) for _ in range(100)) for number in range(first, first + 4)]

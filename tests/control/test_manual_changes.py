@@ -33,7 +33,7 @@ from potluck.core.values.types import NodeOffer, Region
 MAKE = EngineSpec("m", single("1xA10", 1, 2), "east")
 
 
-def test_a_count_by_hand_changes_copies_and_cost() -> None:
+def test_manual_scaling_changes_copies_and_cost() -> None:
     more = scaled(PLAN, "t", "east", 2, {"east": 0.75})
     assert more.deployments == (Deployment("t", "east", 2),)
     assert more.cost_usd_per_h == pytest.approx(1.5 + 2 * 0.75)
@@ -45,7 +45,7 @@ def test_a_count_by_hand_changes_copies_and_cost() -> None:
             scaled(PLAN, *wrong, {"east": 0.75})
 
 
-def test_copies_by_hand_are_sent_requests_as_the_planned_ones_are() -> None:
+def test_manually_added_copies_get_planned_request_shares() -> None:
     able = replace(TEMPLATE, capacity=(BucketCapacity(0, 0.0, 0.0, 3.0, 0.1, 0.02),))
     never = replace(able, name="u")
     plan = replace(
@@ -66,7 +66,7 @@ def test_copies_by_hand_are_sent_requests_as_the_planned_ones_are() -> None:
     assert scaled(PLAN, "t", "east", 2, usd).shares == ()
 
 
-def test_an_engine_that_leaves_is_used_for_nothing_else_and_goes_at_once() -> None:
+def test_leaving_engine_is_not_reused_and_stops_at_once() -> None:
     engine = EngineInstance("i", MAKE, "up", 0.0, "http://i", "old")
     kept = step([WantedReplica("old", MAKE, "mixed", True)], [engine], ReconcilerMemory(), 0.0, leaving={"i"})
     assert kept.orders == (), "it is still being emptied"
@@ -75,7 +75,7 @@ def test_an_engine_that_leaves_is_used_for_nothing_else_and_goes_at_once() -> No
     assert StopEngine("i", "its replica was drained by hand, or its machine goes") in result.orders
 
 
-def test_who_leaves_is_remembered_as_long_as_it_is_there(tmp_path: Path) -> None:
+def test_leaving_engines_are_remembered_until_they_are_gone(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state.db")
     for name in ("a", "b", "c"):
         store.put(EngineInstance(name, MAKE, "up", 0.0))
@@ -88,7 +88,7 @@ def test_who_leaves_is_remembered_as_long_as_it_is_there(tmp_path: Path) -> None
     assert leaving(store) == {"b"}
 
 
-def test_a_drained_replica_gets_a_fresh_engine(tmp_path: Path) -> None:
+def test_manually_drained_replica_gets_a_new_engine(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.gateway.replicas = ["a"]
     controller = world.controller()
@@ -102,7 +102,7 @@ def test_a_drained_replica_gets_a_fresh_engine(tmp_path: Path) -> None:
     assert world.machine.started == 2
 
 
-def test_the_planner_only_advises_while_a_plan_by_hand_holds(tmp_path: Path) -> None:
+def test_planner_only_advises_while_a_manual_plan_holds(tmp_path: Path) -> None:
     world = World(tmp_path)
     store = StateStore(world.path)
     store.add_plan(PLAN, 0.0, "by hand: t@east=2")
@@ -122,7 +122,7 @@ def test_the_planner_only_advises_while_a_plan_by_hand_holds(tmp_path: Path) -> 
     assert len(world.gateway.plans) == 1
 
 
-def test_a_controller_that_comes_back_keeps_a_plan_by_hand_while_it_is_served(
+def test_restarted_controller_keeps_a_manual_plan_while_it_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = LocalStackSettings(tmp_path, tmp_path / "potluck.yaml")
@@ -152,7 +152,7 @@ def test_a_controller_that_comes_back_keeps_a_plan_by_hand_while_it_is_served(
     anew.close()
 
 
-def test_a_controller_that_comes_back_keeps_the_plan_that_its_gateway_serves(tmp_path: Path) -> None:
+def test_restarted_controller_keeps_the_plan_its_gateway_serves(tmp_path: Path) -> None:
     """Unless the spec is another one: then what was planned for it counts."""
     spec = tmp_path / "potluck.yaml"
     spec.write_text("one")
@@ -174,7 +174,7 @@ def test_a_controller_that_comes_back_keeps_the_plan_that_its_gateway_serves(tmp
     anew.close()
 
 
-def test_a_gateway_that_is_started_again_is_told_of_cordons_again(tmp_path: Path) -> None:
+def test_restarted_gateway_gets_its_cordons_again(tmp_path: Path) -> None:
     store, message = StateStore(tmp_path / "state.db"), list[list[str]]()
 
     def tell(marks: Iterable[str]) -> None:
@@ -196,7 +196,7 @@ def test_a_gateway_that_is_started_again_is_told_of_cordons_again(tmp_path: Path
     assert message == [[], ["h"]]
 
 
-def test_a_gateway_with_another_number_for_the_plan_is_told_once(tmp_path: Path) -> None:
+def test_gateway_with_another_plan_version_gets_the_plan_once(tmp_path: Path) -> None:
     """One of an older release keeps its own; it is not told the plan again and again."""
     world = World(tmp_path)
     StateStore(world.path).add_plan(PLAN, 1.0, "handed back: as version 1")
@@ -209,7 +209,7 @@ def test_a_gateway_with_another_number_for_the_plan_is_told_once(tmp_path: Path)
     assert message == [2]
 
 
-def test_a_plan_that_the_gateway_does_not_take_is_forgotten(tmp_path: Path) -> None:
+def test_plan_refused_by_the_gateway_is_not_stored(tmp_path: Path) -> None:
     store = StateStore(World(tmp_path).path)
 
     def refuse(plan: Plan, why: str, version: int) -> None:
@@ -225,7 +225,7 @@ def test_a_plan_that_the_gateway_does_not_take_is_forgotten(tmp_path: Path) -> N
     assert last.version == 1
 
 
-def test_more_copies_than_nodes_are_refused() -> None:
+def test_manual_scaling_beyond_available_nodes_is_refused() -> None:
     cost, nodes = {"east": 0.5}, {("east", "1xA10"): 5, ("west", "1xL4"): 1}
     assert scaled(PLAN, "t", "east", 5, cost, nodes).deployments[-1].count == 5
     with pytest.raises(
@@ -242,7 +242,7 @@ def test_more_copies_than_nodes_are_refused() -> None:
         scaled(PLAN, "t", "west", 1, cost, nodes)
 
 
-def test_scaled_plan_pays_for_nodes_beyond_the_reserved_ones_and_for_head_nodes_in_use() -> None:
+def test_manual_scaling_charges_nodes_beyond_reserved_ones_and_used_head_nodes() -> None:
     node = PLAN.template("t").nodes[0].node
     east = Region("east", (NodeOffer(node, 0.75, 9, reserved=3),), head_usd_per_h=0.3)
     west = Region("west", (NodeOffer(node, 1.0, 9),), head_usd_per_h=0.5)

@@ -23,7 +23,7 @@ SPEC = (
 )
 
 
-def test_what_the_file_does_not_name_is_as_the_spec_has_it() -> None:
+def test_market_file_overrides_only_named_offers() -> None:
     text = "offers: [{region: east, node: 1xL4, available: 3}, {region: west, node: 1xA10, price_usd_per_h: 0.2}]"
     assert read_market(text, "m", SPEC).regions(SPEC) == (
         Region("east", (NodeOffer("1xA10", 0.8, 4), NodeOffer("1xL4", 0.5, 3))),
@@ -47,20 +47,20 @@ def test_what_the_file_does_not_name_is_as_the_spec_has_it() -> None:
         ("a: [", "is not YAML"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(text: str, says: str) -> None:
+def test_invalid_market_file_is_refused_in_one_line(text: str, says: str) -> None:
     with pytest.raises(PotluckError) as caught:
         read_market(text, "m", SPEC)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_times_are_dates_or_seconds() -> None:
+def test_market_times_are_dates_or_seconds() -> None:
     times = {"a": "1763265600", "b": "2025-11-16T04:00:00Z", "c": "'2025-11-16 04:00'"}
     text = "notices: [" + ", ".join(f"{{engine: {name}, at: {at}}}" for name, at in times.items()) + "]"
     assert read_market(text, "m", SPEC).notices == tuple(VanishNotice(1763265600.0, name) for name in "abc")
 
 
-def test_a_broken_file_leaves_what_was_read_last(tmp_path: Path) -> None:
+def test_invalid_market_file_keeps_the_last_valid_one(tmp_path: Path) -> None:
     path = tmp_path / "market.yaml"
     market = MarketFile(path, SPEC)
     market.look()
@@ -88,7 +88,7 @@ def _plain(region: Region) -> Any:
     return encode(region)
 
 
-def test_the_gateway_hears_of_changes_once_and_again_when_it_forgot(tmp_path: Path) -> None:
+def test_market_changes_are_sent_once_and_again_after_a_gateway_restart(tmp_path: Path) -> None:
     world, message = World(tmp_path), []
     _market(world.gateway, message)
     path = tmp_path / "market.yaml"
@@ -103,7 +103,7 @@ def test_the_gateway_hears_of_changes_once_and_again_when_it_forgot(tmp_path: Pa
     assert len(message) == 1
 
 
-def test_plans_are_made_at_the_prices_of_now(tmp_path: Path) -> None:
+def test_plans_use_current_market_prices(tmp_path: Path) -> None:
     world, message, asked = World(tmp_path), [], []
     _market(world.gateway, message)
     path = tmp_path / "market.yaml"
@@ -115,7 +115,7 @@ def test_plans_are_made_at_the_prices_of_now(tmp_path: Path) -> None:
     assert asked[0].regions[1].offers[0].price_usd_per_h == 0.1
 
 
-def test_a_noticed_engine_is_drained_not_used_again_and_replaced(tmp_path: Path) -> None:
+def test_engine_with_a_notice_is_drained_and_replaced(tmp_path: Path) -> None:
     world, message, drained = World(tmp_path), [], []
     _market(world.gateway, message)
     world.gateway.drain = drained.append  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ def test_a_noticed_engine_is_drained_not_used_again_and_replaced(tmp_path: Path)
     assert [item.what for item in noted] == [victim.name]
 
 
-def test_of_a_type_as_many_go_as_were_named() -> None:
+def test_notice_for_a_node_type_covers_the_named_number_of_engines() -> None:
     from test_controller import LAYOUT
 
     from potluck.control.control_values import EngineInstance, EngineSpec
@@ -169,7 +169,7 @@ def offers(regions: tuple[Region, ...]) -> list[tuple[float, int]]:
     return [(offer.price_usd_per_h, offer.available) for region in regions for offer in region.offers]
 
 
-def test_each_line_holds_from_its_second_on_and_changes_what_it_names() -> None:
+def test_market_schedule_lines_apply_from_their_time() -> None:
     at_first, changes = market_over_time(TEXT, "day.yaml", DAY_SPEC)
     assert offers(at_first) == [(0.6, 4), (1.0, 2), (0.5, 3)]
     assert changes.prices == (PriceChange(3600.0, "east", "1xL4", 0.9),)
@@ -189,7 +189,7 @@ def test_each_line_holds_from_its_second_on_and_changes_what_it_names() -> None:
         ("", "has no offers and no notices"),
     ],
 )
-def test_a_wrong_schedule_is_said_in_one_line(line: str, says: str) -> None:
+def test_invalid_market_schedule_is_refused_in_one_line(line: str, says: str) -> None:
     with pytest.raises(PotluckError) as caught:
         market_over_time(line, "day.yaml", DAY_SPEC)
     assert says in str(caught.value)

@@ -42,7 +42,7 @@ def _up(name: str, replica: str = "", engine_spec: EngineSpec = A, since_s: floa
     return EngineInstance(name, engine_spec, "up", since_s, f"http://h/{name}", replica)
 
 
-def test_what_is_there_is_used_before_anything_is_started() -> None:
+def test_existing_engines_are_assigned_before_new_ones_start() -> None:
     result = step(
         [_want("r1"), _want("r2"), _want("r3", B)], [_up("i1", "r1"), _up("i2")], ReconcilerMemory(), 0.0
     )
@@ -51,12 +51,12 @@ def test_what_is_there_is_used_before_anything_is_started() -> None:
     assert launches == ["r3"]
 
 
-def test_the_same_engine_serves_on_under_another_name() -> None:
+def test_engine_is_assigned_to_a_renamed_replica() -> None:
     result = step([_want("new")], [_up("i", "old")], ReconcilerMemory(), 0.0)
     assert result.orders == (AssignEngine("i", "new", "it was there and free"),)
 
 
-def test_what_nobody_wants_is_stopped_after_a_while_unless_started_by_hand() -> None:
+def test_unwanted_engine_is_stopped_after_the_linger_time_unless_pinned() -> None:
     hand = replace(_up("hand"), pinned=True)
     first = step([], [_up("i", "r"), hand], ReconcilerMemory(), 10.0, linger_s=5.0)
     assert [type(order) for order in first.orders] == [AssignEngine]
@@ -64,14 +64,14 @@ def test_what_nobody_wants_is_stopped_after_a_while_unless_started_by_hand() -> 
     assert [order.instance for order in later.orders if isinstance(order, StopEngine)] == ["i"]
 
 
-def test_a_want_that_comes_back_in_time_saves_its_engine() -> None:
+def test_replica_wanted_again_in_time_keeps_its_engine() -> None:
     first = step([], [_up("i")], ReconcilerMemory(), 0.0, linger_s=5.0)
     again = step([_want("r")], [_up("i")], first.memory, 4.0, linger_s=5.0)
     assert [type(order) for order in again.orders] == [AssignEngine]
     assert step([], [_up("i")], again.memory, 6.0, linger_s=5.0).orders == ()
 
 
-def test_starts_that_fail_are_tried_ever_more_rarely() -> None:
+def test_failed_starts_are_retried_with_exponential_backoff() -> None:
     memory, now_s, tries = ReconcilerMemory(), 0.0, []
     while now_s < 200:
         result = step([_want("r")], [], memory, now_s)
@@ -90,13 +90,13 @@ def test_starts_that_fail_are_tried_ever_more_rarely() -> None:
     assert tries[-1] - tries[-2] == 60.0
 
 
-def test_one_that_is_up_makes_failures_forgotten() -> None:
+def test_running_engine_clears_the_failure_count() -> None:
     memory = ReconcilerMemory().failed(A, 0.0, "why").failed(A, 0.0, "why")
     assert step([_want("r")], [_up("i", "r")], memory, 1.0).memory.failures == {}
 
 
 @pytest.mark.parametrize("name", ["a", "z"])
-def test_failed_starts_are_counted_while_an_older_engine_of_the_same_make_is_up(name: str) -> None:
+def test_failed_starts_count_while_an_older_engine_of_the_same_make_runs(name: str) -> None:
     """One that came up before says nothing of starts now, whichever the state lists first."""
     wants, memory = [_want("r1"), _want("r2")], ReconcilerMemory()
     for now_s in (10.0, 20.0, 40.0):
@@ -110,7 +110,7 @@ def test_failed_starts_are_counted_while_an_older_engine_of_the_same_make_is_up(
     assert step(wants, [_up(name, "r1", since_s=41.0)], memory, 42.0).memory.failures == {}
 
 
-def test_a_start_that_takes_too_long_has_failed() -> None:
+def test_start_beyond_its_time_limit_counts_as_failed() -> None:
     slow = EngineInstance("i", A, "starting", 0.0, replica="r")
     result = step([_want("r")], [slow], ReconcilerMemory(), 11.0, start_s=10.0)
     assert [type(order) for order in result.orders] == [StopEngine]
@@ -121,7 +121,7 @@ def test_a_start_that_takes_too_long_has_failed() -> None:
     assert ended.memory.failures[A].count == 1, "one start failed, however long its end takes"
 
 
-def test_one_that_is_silent_for_long_is_ended_without_asking_and_another_is_started() -> None:
+def test_long_silent_engine_is_killed_and_replaced() -> None:
     hand = replace(_up("hand", "h"), pinned=True)
     wants, fleet = [_want("r"), _want("h")], [_up("i", "r"), hand]
     both = ("i", "hand")
@@ -135,12 +135,12 @@ def test_one_that_is_silent_for_long_is_ended_without_asking_and_another_is_star
     assert late.orders[0] == StopEngine("i", "was silent for 20 s", True)
 
 
-def test_what_drains_is_not_replaced() -> None:
+def test_draining_replica_is_not_replaced() -> None:
     assert step([_want("r", draining=True)], [], ReconcilerMemory(), 0.0).orders == ()
 
 
 @given(st.data())
-def test_any_fleet_settles_on_what_is_wanted(data: st.DataObject) -> None:
+def test_any_fleet_converges_to_the_wanted_replicas(data: st.DataObject) -> None:
     """Whatever there is, and whatever dies or is not carried out on the way: in the end each want has one engine of
     its make, no engine has two, and none is left over."""
     makes = st.sampled_from([A, B])
@@ -184,7 +184,7 @@ def test_any_fleet_settles_on_what_is_wanted(data: st.DataObject) -> None:
     assert step(wants, living.values(), memory, now_s).orders == ()
 
 
-def test_starts_that_fail_alike_are_given_up_for_longer_and_longer() -> None:
+def test_repeated_identical_start_failures_wait_longer() -> None:
     failures, waits = StartFailures(), []
     for number in range(9):
         # Ports and names of engines differ from try to try.
@@ -199,14 +199,14 @@ def test_starts_that_fail_alike_are_given_up_for_longer_and_longer() -> None:
     assert (other.count, other.alike, other.in_vain) == (10, 1, False), "another reason may pass"
 
 
-def test_who_is_stuck() -> None:
+def test_stuck_replicas_are_those_with_failed_starts_and_no_engine() -> None:
     wants = [_want("r1"), _want("r2"), _want("r3", B), _want("r4", draining=True)]
     failures = {A: StartFailures(2, 5.0, "no memory", 2, "i9")}
     dead = EngineInstance("i9", A, "dead", 5.0, replica="r1")
     assert stuck(wants, [dead, _up("i2", "r2")], failures) == (StuckReplica("r1", failures[A]),)
 
 
-def test_a_controller_stops_hammering_and_status_says_why(tmp_path: Path) -> None:
+def test_controller_backs_off_and_status_shows_the_failure(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.gateway.replicas = ["a"]
     world.machine.broken = True
@@ -272,7 +272,7 @@ class Fleet:
         self.late = 3
 
 
-def test_every_copy_has_its_turn_and_the_next_waits(
+def test_upgrade_replaces_every_copy_one_after_another(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(orders, "LOOK_S", 0.001)
@@ -285,7 +285,7 @@ def test_every_copy_has_its_turn_and_the_next_waits(
     assert fleet.asked == ["b#0/0", "b#1/0", "b#2/0", "a#0/0"]
 
 
-def test_a_copy_that_does_not_come_back_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upgrade_stops_when_a_copy_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "LOOK_S", 0.001)
     fleet = Fleet({"a": 3})
     fleet.stuck = True
@@ -294,7 +294,7 @@ def test_a_copy_that_does_not_come_back_ends_it(monkeypatch: pytest.MonkeyPatch)
     assert len(fleet.asked) == 1, "the others are left as they are"
 
 
-def test_what_came_back_by_itself_is_not_replaced_again() -> None:
+def test_upgrade_skips_copies_restarted_since_it_began() -> None:
     fleet = Fleet({"a": 3})
     assert len(due(fleet.snapshot(), 60.0)) == 3
     for place in range(2):
@@ -302,7 +302,7 @@ def test_what_came_back_by_itself_is_not_replaced_again() -> None:
     assert [turn.replicas[0] for turn in due(fleet.snapshot(), 60.0)] == ["a#0/0", "a#2/0"]
 
 
-def test_what_is_waited_for_is_named() -> None:
+def test_upgrade_names_the_condition_it_waits_for() -> None:
     before = Fleet({"a": 2}).snapshot()
     (turn, _) = turns(before)
     assert turn == UpgradeTurn(("a#0/0", "a#0/1"), ("http://a-0-0", "http://a-0-1"))

@@ -51,7 +51,7 @@ def copies(plan: Plan | None, node: str) -> int:
     return sum(deployment.count for deployment in plan.deployments if node in deployment.template)
 
 
-def test_what_is_left_is_routed_anew_and_then_replaced(running: Plan, planner: Replanner) -> None:
+def test_remaining_nodes_are_rerouted_first_and_then_replanned(running: Plan, planner: Replanner) -> None:
     there = copies(running, "L4")
     plan_request = PlanRequest({"m": 6.0}, "a node died", regions=regions(there - 1, 2), running=running)
     first = planner.first(plan_request)
@@ -69,12 +69,14 @@ def test_what_is_left_is_routed_anew_and_then_replaced(running: Plan, planner: R
     assert copies(full.plan, "A10") > 0
 
 
-def test_nothing_is_done_at_once_where_all_machines_are_there(running: Plan, planner: Replanner) -> None:
+def test_replanner_changes_nothing_at_once_when_all_nodes_are_there(
+    running: Plan, planner: Replanner
+) -> None:
     assert planner.first(PlanRequest({"m": 6.0}, "prices", running=running)).plan is None
     assert planner.full(PlanRequest({"m": 6.0}, "prices", running=running)).plan is None
 
 
-def test_a_cheaper_gpu_is_taken_and_one_that_saves_less_than_a_start_is_not(
+def test_replanner_uses_a_cheaper_gpu_only_if_it_saves_more_than_a_start(
     running: Plan, planner: Replanner
 ) -> None:
     cheap = planner.full(PlanRequest({"m": 6.0}, "prices", regions=regions(6, 4, 0.3), running=running))
@@ -103,7 +105,7 @@ def judged(holding: Callable[[Plan], bool], at: tuple[Region, ...]) -> Replanner
     return Replanner(PROBLEM, 10.0, evidence=PlanEvidence(tried, lambda problem, plan: holding(plan)))
 
 
-def test_plans_of_a_running_service_are_judged_by_evidence(running: Plan) -> None:
+def test_replanner_compares_plans_by_simulated_attainment(running: Plan) -> None:
     """What runs stays where only it holds, however cheap the other is, and goes where only the other does."""
     cheap, dear = regions(6, 4, 0.3), regions(0, 12, 2.0)
     plan_request = PlanRequest({"m": 6.0}, "prices", regions=cheap, running=running)
@@ -116,7 +118,7 @@ def test_plans_of_a_running_service_are_judged_by_evidence(running: Plan) -> Non
     assert taken.plan.cost_usd_per_h > running.cost_usd_per_h
 
 
-def test_rates_and_lengths_that_were_seen_are_planned_for(running: Plan, planner: Replanner) -> None:
+def test_replanner_plans_for_observed_rates_and_lengths(running: Plan, planner: Replanner) -> None:
     more = planner.full(PlanRequest({"m": 9.0}, "more", running=running))
     assert copies(more.plan, "L4") + copies(more.plan, "A10") > copies(running, "L4")
     seen = SeenLengths("m", 12.0, ((300.0, 60.0),))
@@ -127,7 +129,7 @@ def test_rates_and_lengths_that_were_seen_are_planned_for(running: Plan, planner
     assert short.plan.cost_usd_per_h < running.cost_usd_per_h
 
 
-def test_other_roles_are_no_start(planner: Replanner) -> None:
+def test_replanner_keeps_running_layouts_when_only_roles_change(planner: Replanner) -> None:
     """A plan for long answers, asked for long prompts: what comes back keeps to the layouts that are there."""
     talk = Traffic("m", 6.0, (LengthBin(300.0, 120.0, 1.0),))
     problem = replace(PROBLEM, asks=(model_demand("m", ASK.model, ASK.slo, talk),), regions=regions(5, 0))
@@ -142,14 +144,12 @@ def test_other_roles_are_no_start(planner: Replanner) -> None:
     assert sum(deployment.count for deployment in reply.plan.deployments) <= 5
 
 
-def test_without_any_node_it_says_so(planner: Replanner) -> None:
+def test_replanner_without_any_node_is_refused(planner: Replanner) -> None:
     with pytest.raises(CapacityError, match="no region has any node"):
         planner.full(PlanRequest({"m": 1.0}, "all gone", regions=regions(0, 0)))
 
 
-def test_a_kind_of_node_that_is_slower_than_its_facts_is_planned_as_slow_as_it_is(
-    running: Plan, planner: Replanner
-) -> None:
+def test_replanner_plans_a_slow_node_type_at_its_observed_speed(running: Plan, planner: Replanner) -> None:
     assert copies(running, "A10") == 0
     plan_request = PlanRequest({"m": 6.0}, "as usual", running=running)
     assert planner.full(plan_request).plan is None, "at the speed of its facts it is the best there is"
@@ -166,7 +166,7 @@ def test_a_kind_of_node_that_is_slower_than_its_facts_is_planned_as_slow_as_it_i
     )
 
 
-def test_an_observed_profile_is_the_facts_times_the_pace() -> None:
+def test_observed_profile_is_the_predicted_times_the_observed_pace() -> None:
     layout = single("1xL4", 1, len(ASK.model.layers))
     batch = steps(
         [300.0, 900.0, 1800.0, 0.0, 0.0, 700.0],

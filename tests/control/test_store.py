@@ -21,7 +21,7 @@ MAKE = EngineSpec("m", single("1xA10", 1, 2), "east")
 PLAN = Plan("auto", (), (), (), (), (), (), 1.5, 0.0)
 
 
-def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
+def test_stored_state_is_read_back_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "state.db"
     store = StateStore(path)
     first = store.add_plan(PLAN, 10.0, "begin")
@@ -52,7 +52,7 @@ def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_damaged_file_is_said_to_be_one_and_left_alone(tmp_path: Path) -> None:
+def test_damaged_state_file_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     path.write_bytes(b"this is not a database, however long it may be " * 50)
     with pytest.raises(StateError) as error:
@@ -62,7 +62,7 @@ def test_a_damaged_file_is_said_to_be_one_and_left_alone(tmp_path: Path) -> None
     assert path.read_bytes().startswith(b"this is not")
 
 
-def test_a_newer_releases_file_is_refused(tmp_path: Path) -> None:
+def test_state_file_of_a_newer_release_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     StateStore(path).close()
     with sqlite3.connect(path) as db:
@@ -71,7 +71,7 @@ def test_a_newer_releases_file_is_refused(tmp_path: Path) -> None:
         StateStore(path)
 
 
-def test_an_older_file_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_state_file_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.db"
     store = StateStore(path)
     store.put(EngineInstance("i", MAKE, "up", 0.0))
@@ -84,13 +84,13 @@ def test_an_older_file_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest
     assert again.rows("SELECT colour FROM instances") == [("red",)]
 
 
-def test_a_file_where_no_folder_can_be(tmp_path: Path) -> None:
+def test_state_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PotluckError, match="--state"):
         StateStore(tmp_path / "file" / "state.db")
 
 
-def test_a_change_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_state_change_is_rolled_back(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state.db")
 
     def breaks_off() -> None:
@@ -105,7 +105,7 @@ def test_a_change_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     assert store.get("a") == 2
 
 
-def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("potluck.control.state_store.MOST_EVENTS", 20)
     monkeypatch.setattr("potluck.control.state_store.BATCH", 10)
     store = StateStore(tmp_path / "state.db")
@@ -116,7 +116,7 @@ def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [happening.what for happening in store.happenings(after=result[-3].id)] == ["58", "59"]
 
 
-def test_only_one_holds_the_lease_and_it_passes_on_when_it_ends(tmp_path: Path) -> None:
+def test_lease_has_one_holder_and_passes_on_when_it_expires(tmp_path: Path) -> None:
     now = [0.0]
     one = Lease(StateStore(tmp_path / "state.db"), lambda: now[0])
     two = Lease(StateStore(tmp_path / "state.db"), lambda: now[0])
@@ -135,7 +135,7 @@ def test_only_one_holds_the_lease_and_it_passes_on_when_it_ends(tmp_path: Path) 
     assert one.renew()
 
 
-def test_a_dead_process_of_this_machine_leaves_its_lease_at_once(tmp_path: Path) -> None:
+def test_lease_of_a_dead_local_process_is_free_at_once(tmp_path: Path) -> None:
     one, two = (Lease(StateStore(tmp_path / "state.db")) for _ in range(2))
     assert one.renew()
     assert not two.inherit(), "its holder, this process, lives"
