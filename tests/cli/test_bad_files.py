@@ -106,7 +106,7 @@ CASES = [
 """Every place with a quarter of the kinds, and every kind in a quarter of the places."""
 
 
-def test_every_place_and_every_kind_is_tried() -> None:
+def test_bad_file_cases_cover_every_command_and_kind_of_damage() -> None:
     assert all(any(item == command for item, _ in CASES) for command in COMMANDS + KEY_COMMANDS)
     assert {how for _, how in CASES} == set(MADE)
 
@@ -122,7 +122,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("command", "how"), CASES, ids=[f"{' '.join(a)}: {b}" for a, b in CASES])
-def test_a_file_with_anything_in_it_is_refused_by_its_name(
+def test_damaged_file_is_refused_with_its_name_in_one_line(
     command: list[str],
     how: str,
     plan: str,

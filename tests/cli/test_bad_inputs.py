@@ -233,7 +233,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Pa
 BAD = [*SPECS, *ASKED, *RAW]
 
 
-def test_they_are_many_and_the_terms_themselves_are_sound(tmp_path: Path) -> None:
+def test_bad_input_cases_are_numerous_and_their_base_spec_is_valid(tmp_path: Path) -> None:
     assert len(BAD) + len(COMMANDS) >= 150
     assert TERMS not in ASKED
     (tmp_path / "spec.yaml").write_text(TERMS, encoding="utf-8")
@@ -241,7 +241,7 @@ def test_they_are_many_and_the_terms_themselves_are_sound(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))
-def test_a_bad_spec_is_refused(
+def test_invalid_spec_is_refused_in_one_line(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert text != SPEC
@@ -251,7 +251,7 @@ def test_a_bad_spec_is_refused(
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
-def test_a_bad_command_is_refused(
+def test_invalid_command_options_are_refused_in_one_line(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

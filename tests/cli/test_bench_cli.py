@@ -51,7 +51,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         yield made
 
 
-def test_a_trace_is_sent_at_its_times_with_its_lengths(
+def test_bench_sends_trace_requests_with_their_times_and_lengths(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "\n".join(f"2024-01-01 00:00:{place:02d},{10 + place},{2 + place}" for place in range(4))
@@ -67,7 +67,7 @@ def test_a_trace_is_sent_at_its_times_with_its_lengths(
     assert server.keys == {"Bearer sesame"}
 
 
-def test_a_closed_loop_says_what_it_hides_and_errors_have_kinds(
+def test_bench_closed_loop_output_notes_its_bias_and_counts_errors_by_kind(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said(
@@ -89,14 +89,14 @@ def test_a_closed_loop_says_what_it_hides_and_errors_have_kinds(
     assert all(isinstance(item["prompt"], str) for item in server.asked)
 
 
-def test_no_answer_at_all_is_a_no(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_without_any_answer_exits_with_1(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", server.url, "--requests", "2", "--output", "99"]) == 1
     text = capsys.readouterr().out
     assert "0 of 2 requests answered" in text
     assert "TTFT" not in text
 
 
-def test_a_promise_that_is_missed_is_exit_code_3(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_with_missed_slo_exits_with_3(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", server.url, "--requests", "6", "--output", "2", "--slo"]
     assert run([*words, "ttft=1000s,attainment=0.95"]) == 3
     *_, last = capsys.readouterr().out.strip().splitlines()
@@ -109,7 +109,7 @@ def test_a_promise_that_is_missed_is_exit_code_3(server: Server, capsys: pytest.
     assert run(["bench", server.url, "--requests", "2", "--output", "99", "--slo", "ttft=1s"]) == 3
 
 
-def test_seconds_end_a_closed_loop(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_closed_loop_ends_after_its_seconds(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(said(capsys, "bench", server.url, "--seconds", "0.2", "--output", "1", "--json"))
     assert document["requests"] == len(server.asked) > 0
     assert document["concurrency"] == 1
@@ -132,14 +132,14 @@ def test_seconds_end_a_closed_loop(server: Server, capsys: pytest.CaptureFixture
         (("--workload", "nowhere.csv"), "nowhere.csv"),
     ],
 )
-def test_what_cannot_be_asked_is_said_in_one_line(
+def test_bench_refuses_invalid_options_in_one_line(
     server: Server, arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert line in said(capsys, "bench", server.url, *arguments, rc=2)
     assert server.asked == []
 
 
-def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_reports_an_unreachable_server_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no OpenAI server answers at http://127.0.0.1:9" in said(
         capsys, "bench", "http://127.0.0.1:9", rc=2
     )

@@ -42,7 +42,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Shown]:
     return called
 
 
-def test_a_schedule_is_told_and_written(spec: Path, tmp_path: Path, run: Callable[..., Shown]) -> None:
+def test_schedule_prints_its_steps_and_writes_a_plan_per_step(
+    spec: Path, tmp_path: Path, run: Callable[..., Shown]
+) -> None:
     shown = run("schedule", spec, "--strategy", "melange", "--out", tmp_path / "day")
     assert shown.exit_code == 0, shown.stderr
     assert "00:00-12:00" in shown.stdout
@@ -58,7 +60,7 @@ def test_a_schedule_is_told_and_written(spec: Path, tmp_path: Path, run: Callabl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("against", ["availability", "spot"])
-def test_a_frontier_has_a_row_for_each_plan(
+def test_frontier_prints_a_row_for_each_plan(
     spec: Path, against: str, run: Callable[..., Shown], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -81,7 +83,7 @@ def test_a_frontier_has_a_row_for_each_plan(
         (("schedule", "--time-limit", "0"), "time-limit: must be positive"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_schedule_and_frontier_refuse_invalid_input_in_one_line(
     spec: Path, args: tuple[str, ...], problem: str, run: Callable[..., Shown]
 ) -> None:
     shown = run(args[0], spec, *args[1:])
@@ -90,7 +92,7 @@ def test_bad_input_is_one_line(
     assert len(shown.stderr.strip().splitlines()) == 1
 
 
-def test_a_spec_without_hours_has_no_schedule(spec: Path, run: Callable[..., Shown]) -> None:
+def test_schedule_refuses_a_spec_without_rates_by_hour(spec: Path, run: Callable[..., Shown]) -> None:
     spec.write_text(SPEC.replace("rate_by_hour: [2, 2, 12, 6]", "rate_per_s: 4"), encoding="utf-8")
     shown = run("schedule", spec)
     assert shown.exit_code == 2

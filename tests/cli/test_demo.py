@@ -72,7 +72,7 @@ def seen(
 ACTS = {act.name: act for act in the_day()}
 
 
-def test_an_answer_shows_only_where_the_service_said_and_did_it() -> None:
+def test_burst_act_is_shown_only_after_a_plan_and_a_new_replica() -> None:
     one, two = look(standing("a")), look(standing("a"), standing("b"), usd=3.0)
     assert not ACTS["burst"].shown(seen(one, two)), "more replicas, and no plan that says why"
     assert not ACTS["burst"].shown(seen(one, one, ("plan", "p"))), "a plan, and no replica yet"
@@ -82,7 +82,7 @@ def test_an_answer_shows_only_where_the_service_said_and_did_it() -> None:
     )
 
 
-def test_a_shift_is_answered_by_a_plan_for_the_lengths_and_by_what_is_done_for_it() -> None:
+def test_shift_act_is_shown_only_after_a_plan_for_the_new_lengths_and_its_changes() -> None:
     act, one, lengths = ACTS["shift"], look(standing("a")), "answers of words fell from 60 to 10 tokens"
     assert act.shown(seen(one, one, ("plan", "p"), ("recast", "r"), why=lengths))
     assert not act.shown(seen(one, one, ("plan", "p"), why=lengths)), "nothing was done for it yet"
@@ -105,7 +105,7 @@ def test_a_shift_is_answered_by_a_plan_for_the_lengths_and_by_what_is_done_for_i
     assert same.endswith("lengths. It costs $2.00 an hour, as before."), "another template, the old role"
 
 
-def test_only_what_was_saved_is_told_as_saved() -> None:
+def test_saved_cost_is_reported_only_for_acts_that_save() -> None:
     same, cheap, dear = look(usd=2.0), look(usd=1.5), look(usd=2.5)
     for name, before, now, saved in (
         ("cheaper", same, cheap, 0.5),
@@ -119,7 +119,7 @@ def test_only_what_was_saved_is_told_as_saved() -> None:
     assert ACTS["steady"].saved_usd_per_h(seen(same, same, near_usd=3.0)) == pytest.approx(1.0)
 
 
-def test_the_morning_tells_what_the_other_region_saves() -> None:
+def test_steady_act_reports_the_saving_by_the_other_region() -> None:
     act, asked = ACTS["steady"], {SHOP: RequestCounts(20, 20), LAB: RequestCounts(20, 20)}
     there = replace(seen(look(), look(crossed=3e9), near_usd=3.0), by_tenant=asked)
     assert act.shown(there)
@@ -129,7 +129,7 @@ def test_the_morning_tells_what_the_other_region_saves() -> None:
     assert "instead" not in act.result(replace(there, near_usd_per_h=2.0)), "it saved nothing"
 
 
-def test_a_dead_node_is_answered_after_its_own_loss() -> None:
+def test_killed_act_is_shown_after_the_loss_and_replacement_of_its_own_node() -> None:
     before, act = look(standing("a"), standing("b")), ACTS["killed"]
     assert not act.shown(seen(before, before, ("lost", "b is lost"), ("ready", "b is ready"), victim="a"))
     assert not act.shown(seen(before, before, ("ready", "b is ready"), ("lost", "a is lost"), victim="a"))
@@ -162,7 +162,7 @@ def test_fleet_is_settled_only_once_its_plan_is_carried_out() -> None:
     assert planned(pair).settled
 
 
-def test_cheaper_act_shows_only_a_settled_fleet_that_costs_clearly_less() -> None:
+def test_cheaper_act_is_shown_only_for_a_settled_fleet_with_clearly_lower_cost() -> None:
     act, before = ACTS["cheaper"], look(standing("a"), usd=5.2)
     cheap = standing("b", node="1xA10")
     after = planned(look(cheap, usd=3.0))
@@ -181,7 +181,7 @@ def test_cheaper_act_shows_only_a_settled_fleet_that_costs_clearly_less() -> Non
     assert "still changing" in not_shown(seen(before, in_between, ("plan", "p")))
 
 
-def test_cheaper_act_begins_once_the_flood_has_left_the_window_and_its_fleet_is_settled() -> None:
+def test_cheaper_act_starts_once_the_flood_has_left_the_window_and_its_fleet_is_settled() -> None:
     act, calm = ACTS["cheaper"], planned(look(standing("a")))
     waiting = replace(seen(calm, calm), window_s=14.0, waited_s=13.9)
     assert not act.moment(waiting), "the window still has requests of the flood"
@@ -199,7 +199,7 @@ def sent(done: bool, status: int = 200, ttft_s: float = 0.1, phase: Phase = "dur
     return SentRequest("burst", SHOP, request, phase)
 
 
-def test_evidence_counts_no_request_that_overtook_an_open_one() -> None:
+def test_evidence_excludes_requests_that_overtook_an_open_one() -> None:
     """Those that end early are the fast and the refused ones, so their share misleads."""
     slow = [sent(False) for _ in range(60)]
     fast = [sent(True) for _ in range(20)]
@@ -220,7 +220,7 @@ class StagedPlayer(Player):
         return look(standing("a"))
 
 
-def test_burst_prints_the_same_attainment_on_the_page_in_the_terminal_and_in_the_table(
+def test_burst_attainment_is_the_same_on_page_terminal_and_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """19 of 20 requests end late, after the act's answer has shown."""
@@ -268,7 +268,7 @@ def test_traffic_between_acts_keeps_its_mix_and_is_no_faster_than_usual() -> Non
     assert limited((), RATE_PER_S) == ()
 
 
-def test_a_thin_link() -> None:
+def test_thin_link_act_is_shown_only_when_the_threshold_rises() -> None:
     before, thin = look(standing("a")), ACTS["thin"]
     now = look(standing("a"), threshold=1100.0)
     assert thin.shown(
@@ -302,7 +302,7 @@ def test_a_thin_link() -> None:
     )
 
 
-def test_a_flood_is_answered_where_who_keeps_to_its_share_is_served() -> None:
+def test_flood_act_is_shown_when_the_other_tenant_is_served_in_time() -> None:
     act, there = ACTS["flood"], look(standing("a"))
     earlier = {SHOP: RequestCounts(20, 20, ttft_s=0.8), LAB: RequestCounts(20, 20)}
     mine = RequestCounts(20, 19, refused=1, ttft_s=0.9)
@@ -329,12 +329,12 @@ def test_a_flood_is_answered_where_who_keeps_to_its_share_is_served() -> None:
     ), "too few to tell"
 
 
-def test_what_was_chosen_is_told_in_the_services_own_words() -> None:
+def test_act_decision_is_reported_in_the_words_of_the_service() -> None:
     text = seen(look(), look(), ("plan", "first"), ("plan", "second"), ("replan", "asked"), ("start", "x"))
     assert chosen(ACTS["burst"], text) == "second (why); asked (why)"
 
 
-def test_requests_are_answered_told_no_or_lost() -> None:
+def test_demo_requests_are_counted_as_answered_refused_or_lost() -> None:
     whole = TimedRequest(0.0, "m", [1], 2, first_s=0.1, last_s=0.2, ended=True, status=200, done_s=0.2)
     late = TimedRequest(0.0, "m", [1], 2, first_s=5.0, last_s=5.1, ended=True, status=200, done_s=5.1)
     no = TimedRequest(
@@ -348,7 +348,7 @@ def test_requests_are_answered_told_no_or_lost() -> None:
 
 
 @pytest.mark.parametrize(("shown", "lost", "code"), [(True, 0, 0), (False, 0, 1), (True, 1, 1)])
-def test_only_a_whole_day_without_a_lost_request_ends_well(
+def test_demo_exits_with_0_only_after_all_acts_without_a_lost_request(
     shown: bool, lost: int, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counts = RequestCounts(10, 9)
@@ -364,7 +364,7 @@ def test_only_a_whole_day_without_a_lost_request_ends_well(
 
 
 @pytest.mark.slow
-def test_a_short_day_shows_every_answer_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_short_demo_shows_every_act_and_leaves_no_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "demo", "--seconds", "12", "--json"]
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, env=env)

@@ -67,7 +67,7 @@ def commands(plan: Path, spec: Path, folder: Path) -> list[list[str]]:
         (PIPELINE, "openai", "unit0: needs pipelines, which a server of OpenAI's API does not do"),
     ],
 )
-def test_all_commands_refuse_with_one_line(
+def test_all_commands_refuse_an_unsupported_layout_with_the_same_line(
     layout: Layout, engine: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, spec = laid_out(tmp_path, layout, engine)
@@ -77,7 +77,9 @@ def test_all_commands_refuse_with_one_line(
     assert str(plan) in shown
 
 
-def test_a_hand_over_is_beyond_whole_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_kv_transfer_is_refused_for_openai_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan, spec = write_plans(tmp_path, COMBO)
     spec.write_text(f"engine: openai\n{spec.read_text()}")
     shown = said(capsys, "simulate", plan, spec, rc=2)
@@ -85,13 +87,13 @@ def test_a_hand_over_is_beyond_whole_requests(tmp_path: Path, capsys: pytest.Cap
     assert "plan again, with `engine: vllm` or `engine: embedded`" in shown
 
 
-def test_simulating_and_exporting_accept_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_and_export_accept_the_same_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, spec = laid_out(tmp_path, SHARED, "embedded")
     said(capsys, "simulate", plan, spec, "--requests", 20)
     said(capsys, "export", "commands", plan, spec, "--out", tmp_path / "out")
 
 
-def test_a_model_that_the_engine_does_not_run_is_told_with_its_line(
+def test_model_that_the_engine_does_not_support_is_refused_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tmp_path / "potluck.yaml"
@@ -104,7 +106,7 @@ def test_a_model_that_the_engine_does_not_run_is_told_with_its_line(
 
 
 @pytest.mark.slow
-def test_emulated_engines_stand_in_for_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_emulated_engine_serves_a_pipeline_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two A10 as one replica, through the gateway, each step at a pipeline's pace."""
     plan, spec = laid_out(tmp_path, PIPELINE, "vllm")
     words = [
@@ -123,9 +125,7 @@ def test_emulated_engines_stand_in_for_a_pipeline(tmp_path: Path, capsys: pytest
     assert body["answers"][0]["text"]
 
 
-def test_a_home_where_the_plan_has_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_home_region_outside_the_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = map(str, write_plans(tmp_path, WHOLE))
     shown = said(capsys, "serve", *both, "--policy", "home=nearr", rc=2)
     assert "--policy.home" in shown

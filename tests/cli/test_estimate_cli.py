@@ -42,7 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], **changes: str | None) -> str:
     return error
 
 
-def test_the_table_answers_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_table_shows_times_memory_rates_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments(price="2.5", tpot_ms="60")) == 0
     out = capsys.readouterr().out
     for words in (
@@ -54,7 +54,7 @@ def test_the_table_answers_everything(capsys: pytest.CaptureFixture[str]) -> Non
         assert words in out, words
 
 
-def test_the_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_json_has_the_figures_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     result = answer(capsys, price="2.5", tp="2")
     assert (result["model"], result["node"], result["tp"], result["replicas"]) == (
         "Llama-3.1-8B",
@@ -76,20 +76,20 @@ def test_the_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -
     assert float(str(bar["low"])) < 1 < float(str(bar["high"]))
 
 
-def test_spellings_of_a_node_and_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_accepts_other_spellings_of_nodes_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     plain = answer(capsys, tp="2")
     assert answer(capsys, node="L40S:2", tp=None, tensor_parallel_size="2") == plain
     assert answer(capsys, node="2 x l40s", input=None, isl="1024", output=None, osl="256", tp="2") == plain
 
 
-def test_prices_come_from_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_takes_prices_from_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys)["price_from"] != "given"
     region = answer(capsys, node="8xA100-80", region="aws/us-east-1")
     assert str(region["price_from"]).startswith("aws/us-east-1")
     assert float(str(region["price_usd_per_h"])) > 1
 
 
-def test_without_a_price_there_is_an_answer_all_the_same(
+def test_estimate_without_a_price_omits_only_the_cost(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("potluck.catalog.prices.prices", lambda: ())
@@ -99,7 +99,7 @@ def test_without_a_price_there_is_an_answer_all_the_same(
     assert "give one with --price" in capsys.readouterr().out
 
 
-def test_confidence_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_shows_its_confidence_and_error_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments(node="MI300X")) == 0
     out = capsys.readouterr().out
     assert "assumed" in out
@@ -112,13 +112,15 @@ def test_confidence_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
-def test_roles(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_shows_the_requested_role(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, role=role)["role"] == role
     assert run(arguments(role=role)) == 0
     assert f", {role}" in capsys.readouterr().out
 
 
-def test_an_objective_that_cannot_be_met_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_of_an_unreachable_objective_exits_with_0_and_reports_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run(arguments(tpot_ms="0.1")) == 0
     assert "cannot be met" in capsys.readouterr().out
     result = answer(capsys, tpot_ms="0.1")
@@ -156,7 +158,7 @@ def test_an_objective_that_cannot_be_met_is_an_answer(capsys: pytest.CaptureFixt
         ({"model": "Llama-3-70B"}, "Llama-3-70B does not fit on 2xL40S"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_field(
+def test_estimate_refuses_invalid_input_with_the_field_in_one_line(
     changes: dict[str, str | None], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refused(capsys, **changes)
@@ -177,7 +179,7 @@ CONFIG = {
 }
 
 
-def test_a_config_json_serves_as_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_accepts_a_config_json_as_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The directory or the file; the same architecture gives the catalog's figures."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
@@ -189,7 +191,7 @@ def test_a_config_json_serves_as_a_model(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("missing", ["num_hidden_layers", "hidden_size", "num_attention_heads"])
-def test_a_config_json_without_a_field(
+def test_estimate_refuses_a_config_json_with_a_missing_field(
     missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {key: value for key, value in CONFIG.items() if key != missing}
@@ -197,7 +199,7 @@ def test_a_config_json_without_a_field(
     assert missing in refused(capsys, model=str(tmp_path))
 
 
-def test_as_a_process() -> None:
+def test_estimate_process_writes_json_to_stdout_and_errors_to_stderr() -> None:
     """stdout carries nothing but JSON, and errors go to stderr with exit code 2."""
     command = [sys.executable, "-m", "potluck.cli.main"]
     good = subprocess.run([*command, *arguments(), "--json"], capture_output=True, text=True, check=False)
@@ -207,7 +209,7 @@ def test_as_a_process() -> None:
     assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
 
 
-def test_it_does_not_wait_for_libraries_of_other_commands() -> None:
+def test_estimate_does_not_import_libraries_of_other_commands() -> None:
     code = (
         "import sys; before = set(sys.modules); from potluck.cli.main import run; run(sys.argv[1:]);"
         "bad = {'torch', 'highspy', 'pydantic', 'yaml', 'scipy', 'pyarrow', 'rich', 'importlib.resources',"
@@ -220,7 +222,9 @@ def test_it_does_not_wait_for_libraries_of_other_commands() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_experts_are_spread_where_asked_and_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_with_expert_parallelism_needs_a_mixture_of_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     asked = ["estimate", "--node", "8xH100", "--tp", "8", "--input", "1000", "--output", "100", "--json"]
     assert run([*asked, "--model", "GPT-OSS-120B", "--ep", "tp"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -13,7 +13,7 @@ from potluck.spec.load_spec import load_spec
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_init_then_check(
+def test_initialised_spec_passes_check_without_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -28,7 +28,7 @@ def test_init_then_check(
     assert "warning" not in out
 
 
-def test_the_example_shows_the_field_fleet(tmp_path: Path) -> None:
+def test_initialised_example_has_two_models_and_two_regions(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     assert run(["init", str(path)]) == 0
     spec = load_spec(path)
@@ -36,7 +36,7 @@ def test_the_example_shows_the_field_fleet(tmp_path: Path) -> None:
     assert {node.gpu.name for node in spec.node_types} == {"RTX4090", "L4", "L40S", "H100-SXM"}
 
 
-def test_what_the_example_has_in_comments_is_sound_too(tmp_path: Path) -> None:
+def test_commented_parts_of_the_initialised_example_are_valid(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     assert run(["init", str(path)]) == 0
     lines = path.read_text("utf-8").splitlines()
@@ -50,7 +50,9 @@ def test_what_the_example_has_in_comments_is_sound_too(tmp_path: Path) -> None:
     assert spec.budget_usd_per_h == 60
 
 
-def test_init_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_does_not_overwrite_a_file_without_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("mine", "utf-8")
     assert run(["init", str(path)]) == 2
@@ -70,7 +72,7 @@ def broken(folder: Path) -> Path:
     return path
 
 
-def test_check_prints_every_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_every_problem_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = broken(tmp_path)
     capsys.readouterr()
     assert run(["check", str(path)]) == 2
@@ -83,7 +85,9 @@ def test_check_prints_every_problem(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
 
 
-def test_check_json_of_a_broken_spec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_json_of_an_invalid_spec_lists_its_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = broken(tmp_path)
     capsys.readouterr()
     assert run(["check", str(path), "--json"]) == 2
@@ -99,7 +103,7 @@ def test_check_json_of_a_broken_spec(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["errors"][0]["line"] == 0
 
 
-def test_check_json_of_a_sound_spec(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_json_of_a_valid_spec_lists_models_and_fleet(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(EXAMPLES / "cauchy.yaml"), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["valid"] is True
@@ -111,12 +115,14 @@ def test_check_json_of_a_sound_spec(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_is_sound(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_shipped_example_passes_check_without_warnings(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["check", str(path)]) == 0
     assert "warning" not in capsys.readouterr().out
 
 
-def test_there_are_examples() -> None:
+def test_shipped_examples_exist() -> None:
     assert {"one-node", "two-regions", "cauchy"} <= {path.stem for path in EXAMPLES.glob("*.yaml")}
 
 
@@ -135,7 +141,9 @@ def spec_with(folder: Path, model: str, nodes: str, rest: str = "", traffic: str
 L4 = "{node: 1xL4, available: 40, price_usd_per_h: 1}"
 
 
-def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_warns_of_oversized_models_missing_links_and_low_budgets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(["check", str(spec_with(tmp_path, "Llama-3-70B", L4, "budget_usd_per_h: 0.5\n"))])
     out = capsys.readouterr().out
     assert "warning: Llama-3-70B: no single node holds its 141 GB of weights, it needs a pipeline" in out
@@ -150,7 +158,7 @@ def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "rate_per_s is 0, nothing will be rented for it" in out
 
 
-def test_help_of_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_and_check_help_have_examples_and_the_json_option(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("init", "check"):
         assert run([command, "-h"]) == 0
         out = capsys.readouterr().out

@@ -25,13 +25,13 @@ ALL = dict(_commands(cli))
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_a_command_takes_json_and_says_what_it_is_for(name: str) -> None:
+def test_command_accepts_json_and_documents_it(name: str) -> None:
     (option,) = [param for param in ALL[name].params if "--json" in param.opts]
     assert isinstance(option, click.Option)
     assert option.is_flag
     assert option.help, "one object, or one per line"
 
 
-def test_all_commands_were_looked_at() -> None:
+def test_json_option_test_covers_all_commands() -> None:
     assert {"up", "status", "top", "logs", "down", "upgrade"} <= ALL.keys()
     assert {"keys add", "keys open", "hosts find", "trace convert"} <= ALL.keys()

@@ -48,7 +48,7 @@ def _lets_in(state: Path, key: str = "") -> bool:
         return False
 
 
-def test_the_first_key_says_that_it_locks_out_and_open_is_the_way_back(
+def test_first_key_warns_that_clients_need_keys_and_open_reverts_it(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _lets_in(state)
@@ -97,7 +97,7 @@ def _api_key(folder: Path, key: str) -> ApiKey:
     return KeyRing(folder / KEY_FILE, 0.0, lambda: 0.0).who(f"Bearer {key}".encode(), 0.0)
 
 
-def test_key_limits_reach_gateway_and_survive_rotation(
+def test_key_limits_reach_the_gateway_and_survive_rotation(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     added = json.loads(_keys(capsys, state, "add", "ann", *LIMIT_OPTIONS, "--json")[0])
@@ -114,9 +114,7 @@ def test_key_limits_reach_gateway_and_survive_rotation(
     assert [row["limits"] for row in rows] == [wanted, wanted]
 
 
-def test_new_key_line_takes_the_limits_of_keys_add(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_new_line_has_the_limits_of_keys_add(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["keys", "new", "ann", *LIMIT_OPTIONS]) == 0
     captured = capsys.readouterr()
     assert {name: json.loads(captured.out)[name] for name in LIMITS} == LIMITS
@@ -150,7 +148,7 @@ def test_key_class_unknown_to_the_service_is_refused(state: Path, capsys: pytest
     assert [row["name"] for row in listed] == ["ann", "bob"]
 
 
-def test_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = json.loads(_keys(capsys, state, "add", "ann", "--json")[0])["key"]
     assert json.loads(_keys(capsys, state, "open", "--json")[0]) == {"open": True, "changed": True}
     assert "clients without a key are let in" in _keys(capsys, state, "list")[0]
@@ -168,7 +166,9 @@ def test_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFixture
     assert _lets_in(state, key)
 
 
-def test_a_gateway_that_others_reach_is_never_opened(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_open_is_refused_for_a_gateway_reachable_from_outside(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = StateStore(state / "state.db")
     _keys(capsys, state, "add", "ann")
     store.set("gateway", {**store.get("gateway"), "host": "0.0.0.0"})
@@ -178,7 +178,7 @@ def test_a_gateway_that_others_reach_is_never_opened(state: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(("answer", "yes"), [("y\n", False), ("n\n", False), ("", True)])
-def test_a_person_at_a_terminal_is_asked(
+def test_first_key_asks_for_confirmation_at_a_terminal(
     answer: str, yes: bool, state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script never is."""
@@ -203,7 +203,9 @@ def test_a_person_at_a_terminal_is_asked(
     assert _lets_in(state) == (answer == "n\n"), "who says no changes nothing"
 
 
-def test_looking_at_keys_makes_no_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_commands_do_not_create_a_state_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in (["list"], ["open"], ["revoke", "ann"], ["rotate", "ann"]):
         assert "has no state.db" in _keys(capsys, tmp_path / "typo", *words, rc=1)[1]
     assert not (tmp_path / "typo").exists()
@@ -229,7 +231,7 @@ def locked() -> Iterator[str]:
     thread.join()
 
 
-def test_who_is_not_let_in_hears_of_the_key(
+def test_commands_without_a_valid_key_report_that_one_is_needed(
     locked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)

@@ -27,7 +27,7 @@ def plan(codec: Codec) -> Plan:
 
 
 @pytest.mark.parametrize(("codec", "lines"), [("int8", [LINE]), ("fp16", [])])
-def test_it_is_said_before_what_is_deployed(
+def test_lossy_kv_transfer_is_reported_by_up_status_and_page(
     codec: Codec, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served = ServiceSummary("http://h:1", ("words",), plan(codec), (), 1.0)

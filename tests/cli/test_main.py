@@ -41,7 +41,7 @@ def python(code: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_names_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.run([flag]) == 0
     out = capsys.readouterr().out
     for name, (_, line) in entry.COMMANDS.items():
@@ -50,7 +50,7 @@ def test_help_names_every_command(flag: str, capsys: pytest.CaptureFixture[str])
     assert "Examples:" in out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.run(["--version"]) == 0
     assert __version__ in capsys.readouterr().out
 
@@ -75,19 +75,23 @@ def test_help_imports_no_command_and_no_heavy_library() -> None:
         (["check", "a", "b"], "potluck: error: Got unexpected extra argument"),
     ],
 )
-def test_wrong_usage_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_usage_is_reported_in_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert entry.run(arguments) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
 
 
-def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_command_shows_the_help_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.run([]) == 2
     assert "Commands:" in capsys.readouterr().err
 
 
-def test_our_errors_are_lines(failing: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
+def test_project_errors_are_printed_as_lines_without_traceback(
+    failing: list[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
     failing.append(InputError("node", "must be\ntwo lines"))
     assert entry.run(["fail"]) == 2
     assert capsys.readouterr().err == "potluck: error: node: must be\npotluck: error: two lines\n"
@@ -96,7 +100,7 @@ def test_our_errors_are_lines(failing: list[BaseException], capsys: pytest.Captu
     assert capsys.readouterr().err == "potluck: error: does not fit\n"
 
 
-def test_a_bug_is_one_line_unless_asked(
+def test_unexpected_exception_is_one_line_without_the_debug_variable(
     failing: list[BaseException], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("POTLUCK_DEBUG", raising=False)
@@ -113,7 +117,7 @@ def test_a_bug_is_one_line_unless_asked(
 @pytest.mark.parametrize(
     "error", [MemoryError(), MemoryError("Unable to allocate 205. MiB"), ImportError("failed to map segment")]
 )
-def test_no_memory_is_no_bug_of_ours(
+def test_out_of_memory_is_reported_as_an_error_not_a_bug(
     error: Exception, failing: list[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing.append(error)
@@ -124,13 +128,13 @@ def test_no_memory_is_no_bug_of_ours(
     assert "end something else, or allow more" in text
 
 
-def test_interrupts(failing: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_exits_with_130(failing: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
     failing.append(KeyboardInterrupt())
     assert entry.run(["fail"]) == 130
     assert capsys.readouterr().err.strip() == "potluck: interrupted"
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_closed_output_pipe_is_no_error() -> None:
     code = "import sys; from potluck.cli.main import main; sys.argv = ['potluck', '--help']; main()"
     shell = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert shell.stdout is not None
@@ -142,13 +146,13 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert error == ""
 
 
-def test_a_closed_stdout_is_no_error() -> None:
+def test_missing_stdout_is_no_error() -> None:
     code = "import sys; sys.stdout = None; sys.argv = ['potluck', 'init', '--help']\n"
     done = python(code + "from potluck.cli.main import main; main()")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_numbers() -> None:
+def test_numbers_are_formatted_with_units() -> None:
     assert [figures.seconds(s) for s in (0, 2.5e-5, 0.0123, 0.99996, 1.5, 90, 600, 36000)] == [
         *("0 µs", "25.0 µs", "12.3 ms", "1.00 s", "1.50 s", "90.0 s", "10.0 min", "10.0 h")
     ]
@@ -165,7 +169,7 @@ def test_numbers() -> None:
     assert figures.digits(float("nan")) == "nan"
 
 
-def test_tables_in_a_pipe_are_plain_and_whole(
+def test_table_in_a_pipe_is_plain_and_not_truncated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -181,7 +185,7 @@ def test_tables_in_a_pipe_are_plain_and_whole(
     st.sampled_from([40, 80, 120]),
 )
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_tables_fit_and_hide_nothing(
+def test_table_fits_the_width_without_losing_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: list[list[str]], width: int
 ) -> None:
     """No line is longer than COLUMNS, and every word of every cell is there, folded or not."""
@@ -200,14 +204,14 @@ def test_tables_fit_and_hide_nothing(
             assert "".join(cell.split()) in together
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_emit_json_writes_valid_json_and_refuses_nan(capsys: pytest.CaptureFixture[str]) -> None:
     render.emit_json({"a": [1, "µ"]})
     assert json.loads(capsys.readouterr().out) == {"a": [1, "µ"]}
     with pytest.raises(ValueError):
         render.emit_json({"a": float("nan")})
 
 
-def test_a_long_command_says_what_it_does_in_a_pipe_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_command_reports_its_progress_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stage under way, from time to time, on stderr; nothing once it has ended."""
 
     class Pipe(io.StringIO):
@@ -227,7 +231,7 @@ def test_a_long_command_says_what_it_does_in_a_pipe_too(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_no_escape_codes_where_none_are_wanted(
+def test_output_has_no_escape_codes_with_no_color_or_a_dumb_terminal(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """On a terminal, too."""

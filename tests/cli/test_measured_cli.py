@@ -49,7 +49,9 @@ def estimated(capsys: pytest.CaptureFixture[str], node: str, *options: str) -> d
     return document
 
 
-def test_an_estimate_takes_the_measured_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_with_a_profile_uses_the_measured_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(written(tmp_path, "L40S", 3.0))
     plain, measured = estimated(capsys, "L40S"), estimated(capsys, "L40S", "--profile", path)
     for name in ("prefill_s", "decode_step_s"):
@@ -77,7 +79,9 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -
     return plan, used
 
 
-def test_a_plan_avoids_what_was_measured_as_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_a_profile_avoids_a_gpu_measured_as_slow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, before = planned(tmp_path, capsys)
     slow = [str(written(tmp_path, gpu, 2.0)) for gpu in ("L40S", "A10G")]
     dear, _ = planned(tmp_path, capsys, "--profile", slow[0], "--profile", slow[1])
@@ -89,7 +93,9 @@ def test_a_plan_avoids_what_was_measured_as_slow(tmp_path: Path, capsys: pytest.
     assert same.cost_usd_per_h == pytest.approx(plain.cost_usd_per_h, rel=0.3)
 
 
-def test_a_profile_that_does_not_apply_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_that_does_not_apply_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "broken.json").write_text("{}")
     for path, says in (
         (written(tmp_path, "A10", 1.0), "is of Llama-3.1-8B on A10"),

@@ -18,7 +18,7 @@ from potluck.control.state_store import StateStore
 __all__ = ["folder", "port"]
 
 
-def test_top_as_json_has_what_a_frame_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_json_has_the_figures_of_a_frame(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", folder).splitlines()
     document = json.loads(line)
     assert (document["plan"]["version"], document["usd_per_h"], document["open_requests"]) == (1, 1.5, 3)
@@ -43,7 +43,7 @@ def test_top_in_a_pipe_prints_frame_after_frame(
     assert said(capsys, "top", "--state", folder).count("plan 1 (auto)") == 2
 
 
-def test_logs_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_json_lists_engines_and_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, "logs", "--json", "--state", folder).splitlines()
     assert [json.loads(line) for line in lines] == [{"name": "words-1", "bytes": 13}]
     lines = said(capsys, "logs", "east#0/0", "--json", "--lines", "2", "--state", folder).splitlines()
@@ -54,7 +54,7 @@ def test_logs_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "t@east#1/0 has written nothing yet" in said(capsys, "logs", "east#1/0", "--state", folder, rc=1)
 
 
-def test_down_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_down_json_lists_the_ended_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = StateStore(tmp_path / "state.db")
     gateway = _sleeper(tmp_path, "gateway")
     try:
@@ -66,7 +66,7 @@ def test_down_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         end(gateway, insist=True)
 
 
-def test_events_are_in_the_order_of_their_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_are_printed_in_order_of_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the gateway decided is read, and noted, at the controller's next turn."""
     store, now_s = StateStore(folder / "state.db"), time.time() + 10
     for at_s, what in ((3.0, "third"), (1.0, "first"), (2.0, "second")):
@@ -79,7 +79,7 @@ def test_events_are_in_the_order_of_their_time(folder: Path, capsys: pytest.Capt
     store.close()
 
 
-def test_events_that_are_followed_are_in_order_too(
+def test_followed_events_are_printed_in_order_of_time(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, clock = StateStore(folder / "state.db"), [time.time() + 10]
@@ -104,6 +104,6 @@ def test_events_that_are_followed_are_in_order_too(
     store.close()
 
 
-def test_usage_of_no_time_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_of_an_empty_interval_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("usage", "--since", "2d", "--until", "3d", "--state", folder)
     assert "--until: 3d is before --since 2d" in said(capsys, *asked, rc=2)

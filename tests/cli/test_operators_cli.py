@@ -143,7 +143,9 @@ def folder(tmp_path: Path, port: Port) -> Path:
     return tmp_path
 
 
-def test_status_shows_what_is_there_and_what_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_running_and_missing_replicas_with_reasons(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = said(capsys, "status", "--state", folder)
     for part in ("plan 1 (auto), $1.50/h", "2 x t in east", "model words: ready; TTFT <= 1.50 s", "words-1"):
         assert part in text
@@ -159,7 +161,7 @@ def test_status_shows_what_is_there_and_what_is_not(folder: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("command", ["status", "top --once", "drain x", "scale t@east=1", "down"])
-def test_where_nothing_runs_there_is_one_line_and_one(
+def test_operator_commands_without_a_service_fail_in_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "nothing runs in" in said(capsys, *command.split(), "--state", tmp_path, rc=1)
@@ -167,12 +169,12 @@ def test_where_nothing_runs_there_is_one_line_and_one(
     assert "nothing runs in" in said(capsys, *command.split(), "--state", tmp_path, rc=1)
 
 
-def test_a_damaged_state_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_state_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "state.db").write_bytes(b"rubbish" * 1000)
     assert "state.db is damaged" in said(capsys, "status", "--state", tmp_path, rc=2)
 
 
-def test_a_gateway_that_is_gone_is_told_and_its_last_wishes_shown(
+def test_status_of_a_lost_gateway_shows_its_last_wanted_replicas(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = StateStore(folder / "state.db")
@@ -186,7 +188,7 @@ def test_a_gateway_that_is_gone_is_told_and_its_last_wishes_shown(
     assert port.asked == []
 
 
-def test_top_shows_one_frame_of_eighty_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_frame_fits_eighty_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "top", "--once", "--every", "0.2", "--state", folder)
     assert max(map(len, text.splitlines())) <= 80
     row = next(line for line in text.splitlines() if line.startswith("words"))
@@ -203,20 +205,22 @@ def test_top_shows_one_frame_of_eighty_columns(folder: Path, capsys: pytest.Capt
     assert link.split()[3:] == ["37%", "10", "2.00", "GB"]
 
 
-def test_logs_by_engine_replica_and_role(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_are_selected_by_engine_replica_or_role(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "words-1" in said(capsys, "logs", "--state", folder)
     assert said(capsys, "logs", "words-1", "--state", folder) == "long ago\nfirst\nsecond\n"
     assert said(capsys, "logs", "t@east#0/0", "--lines", "1", "--state", folder) == "second\n"
     assert "did you mean 'words-1'" in said(capsys, "logs", "words-9", "--state", folder, rc=2)
 
 
-def test_events_of_the_past(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_command_prints_stored_events(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "start    words-2 for t@east#1/0  (the plan wants it)" in said(capsys, "events", "--state", folder)
     (line,) = said(capsys, "events", "--json", "--state", folder).splitlines()
     assert json.loads(line)["why"] == "the plan wants it"
 
 
-def test_a_cordon_goes_to_the_gateway_for_a_replica_or_a_host(
+def test_cordon_is_sent_to_the_gateway_for_a_replica_or_a_host(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("east#0/0", "words-1"):
@@ -232,7 +236,7 @@ def test_a_cordon_goes_to_the_gateway_for_a_replica_or_a_host(
     assert "leave out --state" in said(capsys, "cordon", "x", *at, "--state", folder, rc=2)
 
 
-def test_a_drain_goes_to_the_gateway_and_its_engine_leaves(
+def test_drain_is_sent_to_the_gateway_and_marks_its_engine_as_leaving(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "replica: unknown 'x'" in said(capsys, "drain", "t@east#1/0", "--state", folder, rc=2)
@@ -249,7 +253,9 @@ def test_a_drain_goes_to_the_gateway_and_its_engine_leaves(
     assert (last.kind, last.what, last.why) == ("drain", "t@east#0/0", "by hand")
 
 
-def test_a_flip_says_how_long_it_holds(folder: Path, port: Port, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flip_reports_how_long_the_role_holds(
+    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = said(capsys, "flip", "t@east#0/0", "decode", "--state", folder)
     assert "is decode until you flip it back to prefill" in text
     assert port.asked == [("POST /flip", {"replica": "t@east#0/0", "role": "decode"})]
@@ -257,7 +263,7 @@ def test_a_flip_says_how_long_it_holds(folder: Path, port: Port, capsys: pytest.
     assert "mixed" in said(capsys, "flip", "t@east#0/0", "mixed", "--state", folder, rc=2)
 
 
-def test_a_count_is_a_plan_version_that_holds_until_it_is_handed_back(
+def test_scale_makes_a_plan_version_that_holds_until_auto(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said(capsys, "scale", "t@east=3", "--state", folder)
@@ -296,7 +302,9 @@ def _sleeper(folder: Path, name: str, **marks: str) -> ProcessId:
     return spawn(["sleep", "60"], marks, folder / f"{name}.log")
 
 
-def test_down_asks_the_controller_that_lives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_down_is_carried_out_by_a_running_controller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = StateStore(tmp_path / "state.db")
     controller, gateway = _sleeper(tmp_path, "controller"), _sleeper(tmp_path, "gateway")
     try:
@@ -310,7 +318,7 @@ def test_down_asks_the_controller_that_lives(tmp_path: Path, capsys: pytest.Capt
         end(controller, insist=True)
 
 
-def test_down_ends_all_itself_where_no_controller_lives(
+def test_down_ends_all_processes_without_a_controller(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = StateStore(tmp_path / "state.db")
@@ -333,7 +341,7 @@ def test_down_ends_all_itself_where_no_controller_lives(
             end(pid, insist=True)
 
 
-def test_the_only_service_that_runs_need_not_be_named(
+def test_only_running_service_is_selected_without_a_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "all"
@@ -355,7 +363,7 @@ def test_the_only_service_that_runs_need_not_be_named(
     assert "nothing runs now, and several have ended: " in said(capsys, "logs", rc=2)
 
 
-def test_engines_that_were_left_alone_still_run(
+def test_engines_without_a_controller_are_found_as_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("potluck.cli.fleet.service.STATE", tmp_path)

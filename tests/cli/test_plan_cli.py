@@ -38,7 +38,7 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_plan_is_printed_explained_and_written(
+def test_plan_is_printed_explained_and_written(
     spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
@@ -51,7 +51,7 @@ def test_a_plan_is_printed_explained_and_written(
     assert f"${plan.cost_usd_per_h:.2f}/h" in text
 
 
-def test_what_is_shown_is_what_will_be_and_everywhere_the_same(
+def test_plan_figures_agree_in_terminal_page_and_file(
     spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """TTFT and TPOT in terminal, page and file are those of a simulation of the same plan at the same demand."""
@@ -72,7 +72,7 @@ def test_what_is_shown_is_what_will_be_and_everywhere_the_same(
     assert seen.prompt_tokens_per_s == pytest.approx(4 * 1000, rel=0.01)
 
 
-def test_a_single_copy_is_said_in_the_same_words_everywhere(
+def test_single_copy_risk_has_the_same_words_in_every_output(
     spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec.write_text(SPEC % 1)
@@ -87,14 +87,14 @@ def test_a_single_copy_is_said_in_the_same_words_everywhere(
     assert risk["line"] in page.read_text("utf-8")
 
 
-def test_json_holds_the_plan_and_the_reasons(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_json_has_the_plan_and_its_explanation(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(spec), "--averages", "--json", "--strategy", "melange"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["plan"]["strategy"] == "melange"
     assert body["explanation"]["models"][0]["model"] == "chat"
 
 
-def test_what_if_changes_the_fleet(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_what_if_changes_the_fleet(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def nodes(*options: str) -> set[str]:
         assert run(["plan", str(spec), "--averages", "--json", "--no-explain", *options]) == 0
         plan = json.loads(capsys.readouterr().out)["plan"]
@@ -104,7 +104,9 @@ def test_what_if_changes_the_fleet(spec: Path, capsys: pytest.CaptureFixture[str
     assert nodes("--what-if", "home:A10G=0") == {"1xL40S"}
 
 
-def test_a_plan_from_the_one_in_force(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_accepts_a_running_plan_and_a_start_penalty(
+    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = tmp_path / "first.json"
     assert run(["plan", str(spec), "--averages", "--out", str(first), "--no-explain"]) == 0
     running = ("--running", str(first), "--init-penalty", "0.5")
@@ -112,7 +114,9 @@ def test_a_plan_from_the_one_in_force(spec: Path, tmp_path: Path, capsys: pytest
     capsys.readouterr()
 
 
-def test_too_much_demand_is_said_with_what_binds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_too_much_demand_exits_with_3_and_names_the_constraint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text(SPEC % 900)
     assert run(["plan", str(path), "--averages", "--no-explain", "--strategy", "melange"]) == 3
@@ -122,7 +126,7 @@ def test_too_much_demand_is_said_with_what_binds(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_compare_has_every_strategy_and_auto_first(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_lists_every_strategy_with_auto_first(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["compare", str(spec), "--averages", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     names = [row["strategy"] for row in rows]
@@ -140,7 +144,7 @@ def test_compare_has_every_strategy_and_auto_first(spec: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_cauchys_working_example_yields_a_plan_by_all_three_programs(
+def test_compare_of_the_cauchy_example_has_a_plan_for_every_cauchy_program(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(["compare", str(EXAMPLES / "cauchy.yaml"), "--averages", "--json"]) == 0
@@ -167,7 +171,7 @@ def test_cauchys_working_example_yields_a_plan_by_all_three_programs(
         (["--pin", "nothing@home=1"], "pin"),
     ],
 )
-def test_bad_options_get_one_line(
+def test_plan_refuses_invalid_options_in_one_line(
     spec: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", str(spec), "--averages", *options]) == 2
@@ -176,7 +180,7 @@ def test_bad_options_get_one_line(
     assert len(error.splitlines()) == 1
 
 
-def test_a_pinned_template_is_kept(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_keeps_a_pinned_template(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pin = "chat: mixed 1xL40S tp1@home=2"
     assert run(["plan", str(spec), "--averages", "--json", "--no-explain", "--pin", pin]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
@@ -203,13 +207,13 @@ def test_every_printed_template_can_be_pinned(
         assert all(item["answer"] == "not known" for item in pinned)
 
 
-def test_only_node_pinned_leaves_its_questions_without_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pinning_the_only_node_leaves_its_questions_unanswered(capsys: pytest.CaptureFixture[str]) -> None:
     pin = "Llama-3.1-8B: mixed 1xRTX4090 tp1@desk=1"
     assert run(["plan", str(EXAMPLES / "one-node.yaml"), "--averages", "--pin", pin]) == 0
     assert "not known: pinned copies need 1xRTX4090" in capsys.readouterr().out
 
 
-def test_group_that_one_strategy_printed_can_be_pinned_in_another(
+def test_group_printed_by_one_strategy_can_be_pinned_in_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
@@ -238,7 +242,7 @@ def test_pinned_group_that_no_search_finds_names_the_option_that_has_it(
     assert not out.exists()
 
 
-def test_rehearsed_plan_keeps_its_pins(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulated_plan_keeps_its_pins(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The pinned copies are more than are needed: the search tries plans with fewer copies of other templates."""
     pin = "chat: mixed 1xL40S tp1@home=4"
     command = ["plan", str(spec), "--strategy", "melange", "--json", "--no-explain", "--requests", "300"]
@@ -249,7 +253,7 @@ def test_rehearsed_plan_keeps_its_pins(spec: Path, capsys: pytest.CaptureFixture
     assert counts["chat: mixed 1xL40S tp1"] >= 4
 
 
-def test_strategy_that_does_not_keep_a_pin_is_refused(
+def test_strategy_that_cannot_keep_a_pin_is_refused(
     spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, pin = tmp_path / "plan.json", "chat: mixed 1xL40S tp1@home=4"
@@ -262,7 +266,7 @@ def test_strategy_that_does_not_keep_a_pin_is_refused(
     assert not out.exists()
 
 
-def test_failed_questions_leave_the_plan_and_name_the_reason(
+def test_failed_explanation_questions_leave_the_plan_and_name_the_reason(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever planning again with a change raises concerns that question alone."""
@@ -283,7 +287,7 @@ def test_failed_questions_leave_the_plan_and_name_the_reason(
     assert out.exists()
 
 
-def test_a_budget_is_kept_or_said_to_bind(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_keeps_its_budget_or_names_it_as_binding(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(spec), "--averages", "--json", "--no-explain", "--budget", "1.2"]) == 3
     body = json.loads(capsys.readouterr().out)
     assert body["plan"]["cost_usd_per_h"] <= 1.2
@@ -298,7 +302,7 @@ def test_a_budget_is_kept_or_said_to_bind(spec: Path, capsys: pytest.CaptureFixt
         ("tpot_ms: 60", "tpot_ms: 0.01", "chat: its objective (TTFT 2000 ms, TPOT 0.01 ms) is out of reach"),
     ],
 )
-def test_a_plan_that_would_serve_nothing_is_a_reason_instead(
+def test_plan_that_would_serve_nothing_is_refused_with_its_reason(
     tmp_path: Path, old: str, new: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "potluck.yaml"
@@ -309,20 +313,20 @@ def test_a_plan_that_would_serve_nothing_is_a_reason_instead(
     assert len(error.splitlines()) == 1
 
 
-def test_nothing_asked_is_an_empty_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_without_demand_is_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text(SPEC % 0)
     assert run(["plan", str(path), "--averages"]) == 0
     assert "nothing is asked of it" in capsys.readouterr().out
 
 
-def test_a_fleet_of_one_node_is_explained_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_fleet_with_one_node_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """What one node fewer would cost cannot be asked of a planner when there would be none at all."""
     assert run(["plan", str(EXAMPLES / "one-node.yaml"), "--averages"]) == 0
     assert "not enough" in capsys.readouterr().out.split("What a node is worth")[1]
 
 
-def test_a_fleet_of_one_node_of_each_type_is_explained_too(
+def test_plan_of_a_fleet_with_one_node_per_type_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What one fewer costs is asked of a fleet without that type, with templates that were made with it."""
@@ -337,7 +341,7 @@ def test_a_fleet_of_one_node_of_each_type_is_explained_too(
     assert "not enough" in capsys.readouterr().out
 
 
-def test_kv_loses_nothing_unless_the_spec_allows_it_and_then_that_is_said_first(
+def test_lossy_kv_is_planned_only_if_allowed_and_noted_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Chat's KV needs most of a 10 Gbps card: in fewer bits, or over more nodes."""
@@ -364,7 +368,7 @@ fleet:
 """
 
 
-def test_one_model_that_nothing_serves_spares_the_others(
+def test_unservable_model_does_not_prevent_plans_for_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "potluck.yaml"
@@ -382,7 +386,7 @@ def test_one_model_that_nothing_serves_spares_the_others(
     assert {template.model for template in result.inputs.plan.templates} == {"chat"}
 
 
-def test_what_cannot_be_written_is_printed(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_that_cannot_be_written_is_still_printed(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--averages", "--no-explain", "--strategy", "melange", "--out", "/dev/full"]
     assert run(["plan", str(spec), *options]) == 2
     caught = capsys.readouterr()
@@ -391,7 +395,7 @@ def test_what_cannot_be_written_is_printed(spec: Path, capsys: pytest.CaptureFix
     assert "--out: /dev/full: No space left on device; what was computed is printed" in line
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_unknown_node_values_are_shown_as_such() -> None:
     worth = plan_show._worth
     assert worth("not asked", None, "+") == "-"
     assert worth("not enough", None, "+") == "not enough"
@@ -402,7 +406,7 @@ def test_what_is_not_known_is_not_said() -> None:
     assert plan_show._more(0.001) == "as much"
 
 
-def test_a_full_disk_below_stdout_is_one_line() -> None:
+def test_full_disk_behind_stdout_is_one_line() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
             [sys.executable, "-m", "potluck.cli.main", "catalog", "gpus"],
@@ -415,14 +419,16 @@ def test_a_full_disk_below_stdout_is_one_line() -> None:
     assert done.stderr == "potluck: error: output: No space left on device; free some, or write elsewhere\n"
 
 
-def test_objectives_in_seconds_are_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_warns_of_objectives_that_look_like_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text((SPEC % 4).replace("ttft_ms: 2000", "ttft: 1"))
     assert run(["check", str(path)]) == 0
     assert "ttft_ms is 1 ms; objectives are in milliseconds, 1 s would be 1000" in capsys.readouterr().out
 
 
-def test_kinds_that_there_was_no_time_for_are_named() -> None:
+def test_template_kinds_skipped_for_lack_of_time_are_named() -> None:
     factory = TemplateFactory(load_problem(read_spec(None), 0.8, None, (), 0.0), enough=lambda: True)
     assert _hurried(factory) == ()
     assert factory.pairs(factory.problem.asks[0]) == []

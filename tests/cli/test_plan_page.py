@@ -32,7 +32,7 @@ EXPECTED = (Prediction(CHAT, 2.0, 4.0, 0.5, 0.09, "measured"),)
 PLAN = Plan("auto", (TEMPLATE,), (Deployment("t", "home", 2),), (), (), (), EXPECTED, 8.0, 0.0)
 
 
-def test_stages_are_as_wide_as_they_have_layers_and_names_are_escaped(tmp_path: Path) -> None:
+def test_plan_page_scales_stages_by_layers_and_escapes_names(tmp_path: Path) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text(SPEC, encoding="utf-8")
     text = plan_html(load_problem(read_spec(path), 1.0, None, (), 0.0), PLAN, None)
@@ -43,7 +43,7 @@ def test_stages_are_as_wide_as_they_have_layers_and_names_are_escaped(tmp_path: 
     assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(""", text)
 
 
-def test_plan_writes_it(tmp_path: Path) -> None:
+def test_plan_html_option_writes_the_page(tmp_path: Path) -> None:
     spec, page = tmp_path / "potluck.yaml", tmp_path / "plan.html"
     spec.write_text(SPEC.replace(CHAT, "chat"), encoding="utf-8")
     assert run(["plan", str(spec), "--averages", "--html", str(page), "--time-limit", "10"]) == 0

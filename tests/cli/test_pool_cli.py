@@ -38,7 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(plan), str(spec)
 
 
-def test_a_plan_names_its_machines(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pool_plan_names_its_machines(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_from_json(Path(files[0]).read_text())
     assert plan.strategy == "thunderserve"
     assert {t.kind for t in plan.templates} == {"group"}
@@ -50,7 +50,7 @@ def test_a_plan_names_its_machines(files: tuple[str, str], capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_groups_have_no_more_gpus_than_allowed(
+def test_pool_groups_respect_the_gpu_limit(
     written: bool, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the spec or by the option; alone they would be larger."""
@@ -70,7 +70,9 @@ def test_groups_have_no_more_gpus_than_allowed(
     assert "--max-group-gpus: is for groups of a `pool:`" in capsys.readouterr().err
 
 
-def test_a_seed_repeats_a_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pool_plan_is_reproducible_by_seed(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     def plan(*options: str) -> object:
         chosen = ("--averages", "--json", "--no-explain", "--strategy", "thunderserve")
         assert run(["plan", files[1], *chosen, *options]) == 0
@@ -79,7 +81,9 @@ def test_a_seed_repeats_a_plan(files: tuple[str, str], capsys: pytest.CaptureFix
     assert plan("--seed", "3") == plan("--seed", "3")
 
 
-def test_every_strategy_works_on_a_pool(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_runs_every_strategy_on_a_pool(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["compare", files[1], "--averages", "--json", "--time-limit", "4"]) == 0
     rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(rows) == set(STRATEGIES)
@@ -94,7 +98,9 @@ def test_every_strategy_works_on_a_pool(files: tuple[str, str], capsys: pytest.C
     assert "is valid" in capsys.readouterr().out
 
 
-def test_strategies_that_do_not_apply_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_names_strategies_that_do_not_apply_to_a_pool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "two.yaml"
     small = SPEC.replace("Llama-2-13B", "Llama-2-7B").replace("rate_per_s: 2", "rate_per_s: 0.1")
     model = small.split("models:\n")[1].split("pool:")[0]
@@ -110,7 +116,7 @@ def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
     return {load["step"]: load for load in json.loads(capsys.readouterr().out)["answers"]}
 
 
-def test_named_machines_are_lost(
+def test_replan_avoids_lost_named_machines(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new.json"
@@ -123,7 +129,9 @@ def test_named_machines_are_lost(
 
 
 @pytest.mark.slow
-def test_other_lengths(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replan_accepts_a_workload_of_other_lengths(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "t.csv"
     rows = [f"2023-11-16 18:00:{i:02d}.0,{100 + 10 * i},{20 + i}" for i in range(40)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
@@ -134,14 +142,16 @@ def test_other_lengths(files: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
     )
 
 
-def test_a_prompt_beyond_the_context_is_cut_and_told(
+def test_replan_truncates_prompts_beyond_the_context_and_reports_it(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["replan", *files, "--workload", "9000/20", "--time-limit", "2"]) == 0
     assert "context of 4,096 tokens and were cut" in capsys.readouterr().err
 
 
-def test_a_slower_link_between_machines(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_replan_accepts_slower_links_between_machines(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     names = [f"node{i}" for i in range(4)]
     slow = [f"{a}:{b}=0.05gbps" for a in names for b in names if a != b]
     result = answers([*files, *(text for item in slow for text in ("--link", item))], capsys)
@@ -162,7 +172,7 @@ def test_a_slower_link_between_machines(files: tuple[str, str], capsys: pytest.C
         (["--lose", "node0,node1,node2"], "nothing that is left"),
     ],
 )
-def test_bad_options_get_one_line(
+def test_pool_replan_refuses_invalid_options_in_one_line(
     files: tuple[str, str], options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["replan", *files, *options, "--time-limit", "2"]) == 2
@@ -188,7 +198,7 @@ def test_bad_options_get_one_line(
         ),
     ],
 )
-def test_bad_pools_get_one_line(
+def test_invalid_pool_is_refused_in_one_line(
     tmp_path: Path, old: str, new: str, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "pool.yaml"

@@ -34,7 +34,7 @@ def a_spec(folder: Path, traffic: str = TRAFFIC, available: int = 12) -> Path:
     return path
 
 
-def test_a_rehearsal_is_shown_step_by_step_and_its_plan_written(
+def test_simulated_plan_search_is_printed_step_by_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
@@ -53,7 +53,7 @@ def test_a_rehearsal_is_shown_step_by_step_and_its_plan_written(
     assert sum(share.rate_per_s for share in plan.shares) == pytest.approx(8.0)
 
 
-def test_json_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_json_has_every_simulated_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(a_spec(tmp_path)), *QUICK, "--cv", "6", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     message = body["rehearsal"]
@@ -70,7 +70,7 @@ def test_json_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert last["made"]["chat"].startswith("melange")
 
 
-def test_when_nothing_holds_it_is_said_and_the_best_is_shown(
+def test_plan_without_attainment_exits_with_3_and_shows_the_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", str(a_spec(tmp_path, available=1)), *QUICK, "--cv", "6"]) == 3
@@ -81,7 +81,9 @@ def test_when_nothing_holds_it_is_said_and_the_best_is_shown(
     assert "What to expect" in text
 
 
-def test_the_specs_own_trace_is_what_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_spec_trace_is_used_for_simulated_arrivals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All requests come in bursts, which no made-up arrivals of this rate have: more is needed than on averages."""
     rng = np.random.default_rng(1)
     start = np.repeat(np.arange(24) * 30.0, 180)
@@ -105,14 +107,14 @@ def test_the_specs_own_trace_is_what_is_rehearsed(tmp_path: Path, capsys: pytest
         (["--rehearse", "--requests", "1"], "--requests"),
     ],
 )
-def test_bad_options_get_one_line(
+def test_simulation_options_are_refused_with_averages(
     tmp_path: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", str(a_spec(tmp_path)), "--strategy", "melange", *options]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_nothing_asked_is_nothing_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_without_demand_is_not_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(a_spec(tmp_path, "rate_per_s: 0, input: 600, output: 80")), *QUICK]) == 0
     assert "Rehearsal" not in capsys.readouterr().out
 
@@ -120,7 +122,9 @@ def test_nothing_asked_is_nothing_rehearsed(tmp_path: Path, capsys: pytest.Captu
 SHORT = ["--no-explain", "--strategy", "melange", "--requests", "1500"]
 
 
-def test_plans_are_rehearsed_by_default_and_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_simulated_by_default_and_reports_attainment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = a_spec(tmp_path)
     assert run(["plan", str(path), *SHORT]) == 0
     text = capsys.readouterr().out
@@ -130,7 +134,7 @@ def test_plans_are_rehearsed_by_default_and_tell(tmp_path: Path, capsys: pytest.
     assert "on averages: what is expected was not rehearsed" in capsys.readouterr().out
 
 
-def test_where_the_cheapest_misses_the_cheapest_that_holds_is_taken(
+def test_plan_takes_the_cheapest_fleet_that_attains_the_objective(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", str(a_spec(tmp_path)), *SHORT, "--cv", "6", "--json"]) == 0
@@ -143,7 +147,7 @@ def test_where_the_cheapest_misses_the_cheapest_that_holds_is_taken(
     assert not any(step["fresh"] for step in steps)
 
 
-def test_what_nothing_serves_counts_as_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unservable_requests_count_as_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of the prompts are beyond the model's context: no plan keeps a promise of nine in ten."""
     lengths = "rate_per_s: 4, input: {values: [600, 200000], weights: [1, 1]}, output: 80"
     assert run(["plan", str(a_spec(tmp_path, lengths)), *SHORT]) == 3
@@ -154,7 +158,9 @@ def test_what_nothing_serves_counts_as_missed(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_one_spec_has_one_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_compare_and_frontier_agree_on_the_cost_of_a_spec(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(a_spec(tmp_path, *LITTLE))
     assert run(["plan", path, "--no-explain", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]["cost_usd_per_h"]
@@ -169,9 +175,7 @@ def test_one_spec_has_one_price(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_compare_shows_what_is_attained_beside_the_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_shows_attainment_beside_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--cv", "6", "--requests", "1500", "--json", "--time-limit", "2"]
     assert run(["compare", str(a_spec(tmp_path, *LITTLE)), *options]) == 0
     rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
@@ -184,7 +188,7 @@ def test_compare_shows_what_is_attained_beside_the_cost(
     assert rows["melange"]["cost_usd_per_h"] > averages["melange"]["cost_usd_per_h"]
 
 
-def test_what_a_plan_was_proven_to_do_travels_with_it(
+def test_plan_evidence_is_stored_and_reused_only_for_the_same_spec(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`up` says what the fresh runs showed, not what a smaller sample would; with another spec it tries anew."""
@@ -218,7 +222,7 @@ def test_what_a_plan_was_proven_to_do_travels_with_it(
     assert len(asked) == 2
 
 
-def test_a_promise_that_was_kept_by_little_is_not_called_missed() -> None:
+def test_narrowly_attained_objective_is_not_reported_as_missed() -> None:
     kept = Evidence("chat", 0.95, (0.94, 0.96, 0.97), 900).told()
     assert kept.verdict == "unsure"
     line = evidence_line(kept)

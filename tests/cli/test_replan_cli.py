@@ -52,7 +52,9 @@ def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
 
 
 @pytest.mark.slow
-def test_nothing_happened(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_replan_without_a_change_answers_with_reroute(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert answers(list(files), capsys)["reroute"]["served_fraction"] == 1
     assert run(["replan", *files, "--averages"]) == 0
     out = capsys.readouterr().out
@@ -60,7 +62,9 @@ def test_nothing_happened(files: tuple[str, str], capsys: pytest.CaptureFixture[
     assert "at once" in out
 
 
-def test_lost_nodes(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replan_after_lost_nodes_reallocates_and_writes_the_plan(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = plan_from_json(Path(files[0]).read_text())
     (region, node), count = max(plan.nodes.items(), key=lambda item: item[1])
     out = tmp_path / "new.json"
@@ -71,7 +75,9 @@ def test_lost_nodes(files: tuple[str, str], tmp_path: Path, capsys: pytest.Captu
     assert plan_from_json(out.read_text()).fraction > 0
 
 
-def test_more_load_and_a_slower_link(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_replan_accepts_a_higher_rate_and_a_slower_link(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     result = answers([*files, "--rate", "chat=3x", "--link", "home:lab=0.5gbps"], capsys)
     assert result["reroute"]["served_fraction"] < 1
     assert result["reallocate"]["served_fraction"] == pytest.approx(1)
@@ -90,7 +96,7 @@ def test_more_load_and_a_slower_link(files: tuple[str, str], capsys: pytest.Capt
         (["--time-limit", "0"], "time-limit"),
     ],
 )
-def test_bad_options_get_one_line(
+def test_replan_refuses_invalid_options_in_one_line(
     files: tuple[str, str], options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["replan", *files, *options]) == 2
@@ -99,7 +105,9 @@ def test_bad_options_get_one_line(
     assert len(error.splitlines()) == 1
 
 
-def test_a_file_that_is_no_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_replan_refuses_a_spec_given_as_plan(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["replan", files[1], files[1]]) == 2
     assert "is no plan but looks like a spec; the plan (JSON) is named first" in capsys.readouterr().err
 
@@ -120,7 +128,7 @@ fleet:
 """
 
 
-def test_an_answer_is_judged_by_the_evidence_that_plans_are(
+def test_replan_answer_is_chosen_by_simulated_attainment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two L4 do on averages and miss when tried; without the L40S it takes three."""
@@ -139,7 +147,7 @@ def test_an_answer_is_judged_by_the_evidence_that_plans_are(
     assert [item["verdict"] for item in document["rehearsed"]] == ["holds"]
 
 
-def test_what_is_lost_was_rented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_nodes_are_taken_from_rented_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two of four L4 are rented, at most: with as many lost what runs has none left, whatever else is on offer."""
     spec, plan = tmp_path / "potluck.yaml", tmp_path / "plan.json"
     spec.write_text(CHANCE % 4)
@@ -170,7 +178,7 @@ class Told:
         self.live = LiveService(1, plan, spec, (), (), style="emulated")
 
 
-def test_an_answer_that_misses_is_not_put_into_force_unasked(
+def test_replan_answer_that_misses_is_applied_only_with_yes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two L4 left nothing holds: the answer is shown, and refused with exit code 3."""
@@ -193,7 +201,7 @@ def test_an_answer_that_misses_is_not_put_into_force_unasked(
     assert [item.cost_usd_per_h for item in service.applied] == [1.6]
 
 
-def test_applied_answer_compares_costs_with_the_same_charges(
+def test_applied_replan_answer_compares_costs_with_the_same_charges(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have the head node: a plan that costs as much as before is not shown as dearer."""
@@ -210,7 +218,7 @@ def test_applied_answer_compares_costs_with_the_same_charges(
     )
 
 
-def test_lost_node_is_answered_when_no_plan_keeps_the_least_copies(
+def test_replan_reroutes_when_no_plan_keeps_the_minimum_copies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The new plan serves nothing; routes over the copies that are left serve all."""

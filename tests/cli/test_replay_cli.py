@@ -21,7 +21,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return plan, spec, log
 
 
-def test_a_log_replays_and_a_changed_one_does_not(
+def test_replay_accepts_a_log_and_detects_a_changed_one(
     made: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = made[2]
@@ -44,7 +44,7 @@ def test_a_log_replays_and_a_changed_one_does_not(
     assert document["difference"].startswith(f"line {place + 1}")
 
 
-def test_cut_and_bad_logs(
+def test_truncated_log_is_read_with_a_note_and_an_invalid_one_refused(
     made: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cut = tmp_path / "cut.log"
@@ -69,7 +69,7 @@ def test_cut_and_bad_logs(
     assert run(["replay", str(tmp_path / "nowhere")]) == 2
 
 
-def test_requests_of_a_log_are_served_again(
+def test_simulate_from_log_reproduces_its_requests(
     made: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, spec, log = map(str, made)

@@ -50,7 +50,7 @@ def total_usd_per_h(plan: dict[str, object]) -> float:
 
 
 @pytest.mark.parametrize("reserved", [0, 1, 5])
-def test_plan_and_simulation_have_one_cost_and_one_load(
+def test_plan_and_simulation_agree_on_cost_and_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], reserved: int
 ) -> None:
     spec = spec_of(tmp_path, reserved, 1.5, 2.5)
@@ -66,7 +66,7 @@ def test_plan_and_simulation_have_one_cost_and_one_load(
     assert busy > max(item["load"] for item in loads.values()), "another figure, under another name"
 
 
-def test_fleet_of_reserved_nodes_alone_costs_nothing_when_simulated(
+def test_simulated_fleet_of_reserved_nodes_alone_costs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_of(tmp_path, 5, 1.0)
@@ -89,7 +89,7 @@ def test_simulation_shows_load_and_busy_time_under_different_names(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one-node", "two-regions", "pool", "realistic", "cauchy"])
-def test_examples_cost_as_much_in_plan_and_simulation(
+def test_example_costs_agree_in_plan_and_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     plan, run_json = planned_and_simulated(EXAMPLES / f"{name}.yaml", tmp_path, capsys)

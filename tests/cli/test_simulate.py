@@ -36,7 +36,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(plan), str(spec)
 
 
-def test_a_plan_is_simulated_with_everything_written(
+def test_simulate_writes_report_records_and_log(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults = tmp_path / "faults.yaml"
@@ -60,7 +60,9 @@ def test_a_plan_is_simulated_with_everything_written(
         assert replay(log, Brain).difference == ""
 
 
-def test_json_is_the_same_for_one_seed(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_json_is_reproducible_by_seed(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     result = []
     for more in ([], [], ["--seed", "9"]):
         load = ("--workload", "azure-conv", "--rate", "3", "--requests", "200")
@@ -71,7 +73,7 @@ def test_json_is_the_same_for_one_seed(files: tuple[str, str], capsys: pytest.Ca
     assert result[0]["total"]["rate_per_s"] == pytest.approx(3.0, rel=0.3)
 
 
-def test_several_models_share_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulated_models_share_the_total_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, plan = tmp_path / "two.yaml", tmp_path / "plan.json"
     spec.write_text(TWO)
     assert run(["plan", str(spec), "--averages", "--out", str(plan), "--no-explain"]) == 0
@@ -84,7 +86,7 @@ def test_several_models_share_the_rate(tmp_path: Path, capsys: pytest.CaptureFix
     assert "MODEL=NAME" in capsys.readouterr().err
 
 
-def test_goodput_brackets_the_rate_and_says_what_it_found(
+def test_goodput_brackets_the_highest_rate_and_reports_it(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.1", "--json"]) == 0
@@ -100,7 +102,7 @@ def test_goodput_brackets_the_rate_and_says_what_it_found(
     assert f"promised. At {min(missed):.4g} requests/s chat would be in time for " in last
 
 
-def test_a_share_below_a_promise_does_not_look_like_it() -> None:
+def test_attainment_just_below_the_target_is_printed_with_more_digits() -> None:
     assert percent(0.9496, 0.95) == "94.96 %"
     assert percent(0.94999, 0.95) == "94.999 %"
     assert percent(0.9997, 0.9999) == "99.97 %"
@@ -108,7 +110,7 @@ def test_a_share_below_a_promise_does_not_look_like_it() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.001, 0.3, 1.0, 7.3, 2000.0])
-def test_the_search_finds_a_threshold(limit: float) -> None:
+def test_goodput_search_finds_the_threshold_rate(limit: float) -> None:
     steps, best_trial = search(
         lambda scale: RateTrial(scale, scale, scale <= limit, 0.0, 0.9, "m", 0.0, 0.0), 0.01
     )
@@ -117,13 +119,13 @@ def test_the_search_finds_a_threshold(limit: float) -> None:
     assert best_trial == max((step for step in steps if step.holds), key=lambda step: step.scale)
 
 
-def test_no_rate_holds() -> None:
+def test_goodput_search_ends_when_no_rate_attains_the_objective() -> None:
     steps, best_trial = search(lambda scale: RateTrial(scale, scale, False, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
     assert best_trial is None
     assert len(steps) < 20
 
 
-def test_stricter_objectives_are_scaled_and_scanned(
+def test_slo_scale_and_slo_scan_change_the_judged_objectives(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ran(code: int, *options: str) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def test_stricter_objectives_are_scaled_and_scanned(
         (["PLAN", "nothing.yaml"], "nothing.yaml"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_simulate_refuses_invalid_options_in_one_line(
     files: tuple[str, str], options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = {"PLAN": files[0], "SPEC": files[1]}
@@ -171,7 +173,7 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_bad_fault_names_its_entry(
+def test_invalid_fault_is_refused_by_its_entry(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults = tmp_path / "f.yaml"
@@ -181,7 +183,7 @@ def test_a_bad_fault_names_its_entry(
     assert "home->moon" in capsys.readouterr().err
 
 
-def test_a_market_over_time_is_followed_by_planner_and_fleet(
+def test_simulated_market_changes_cost_and_plan(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     market = tmp_path / "day.yaml"
@@ -204,7 +206,7 @@ def test_a_market_over_time_is_followed_by_planner_and_fleet(
     assert "offers[0].node" in text
 
 
-def test_what_is_not_as_planned_fits_eighty_columns_and_keeps_every_word(
+def test_plan_deviations_fit_eighty_columns_without_losing_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from potluck.cli.simulating.simulate_output import show_planned

@@ -46,7 +46,9 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return lines[0]
 
 
-def test_stats(azure: Path, mooncake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_stats_prints_rate_gaps_and_prefix_hits(
+    azure: Path, mooncake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["trace", "stats", str(azure)]) == 0
     assert "0.2 requests/s" in capsys.readouterr().out
     assert run(["trace", "stats", str(mooncake), "--json"]) == 0
@@ -59,7 +61,7 @@ def test_stats(azure: Path, mooncake: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("how", ["stretch", "superpose"])
-def test_scale(mooncake: Path, tmp_path: Path, how: str) -> None:
+def test_trace_convert_scales_a_trace_to_a_rate(mooncake: Path, tmp_path: Path, how: str) -> None:
     out = tmp_path / "scaled.jsonl.gz"
     command = ["trace", "convert", str(mooncake), "--rate", "30", "--how", how, "--out", str(out)]
     assert run(command) == 0
@@ -71,14 +73,16 @@ def test_scale(mooncake: Path, tmp_path: Path, how: str) -> None:
     assert scaled.block_ids is not None
 
 
-def test_scale_keeps_when_an_azure_trace_began(azure: Path, tmp_path: Path) -> None:
+def test_scaled_azure_trace_keeps_its_start_time(azure: Path, tmp_path: Path) -> None:
     out = tmp_path / "scaled.csv"
     assert run(["trace", "convert", str(azure), "--rate", "2", "--out", str(out)]) == 0
     assert load_trace(out).time_s[0] == pytest.approx(load_trace(azure).time_s[0], abs=1e-5)
     assert load_trace(out).span_s == pytest.approx(1.0, abs=1e-5)
 
 
-def test_convert(azure: Path, mooncake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_convert_writes_other_formats(
+    azure: Path, mooncake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "b.csv"
     assert run(["trace", "convert", str(mooncake), "--to", "burstgpt", "--out", str(out)]) == 0
     assert "prefix block ids are left out" in capsys.readouterr().err
@@ -90,7 +94,7 @@ def test_convert(azure: Path, mooncake: Path, tmp_path: Path, capsys: pytest.Cap
     assert load_trace(back).output_tokens.tolist() == [44, 109, 1]
 
 
-def test_make(tmp_path: Path) -> None:
+def test_trace_make_is_reproducible_and_has_the_given_rate(tmp_path: Path) -> None:
     def made(name: str, *more: str) -> bytes:
         out = tmp_path / name
         command = [
@@ -108,7 +112,9 @@ def test_make(tmp_path: Path) -> None:
     assert load_trace(tmp_path / "c.csv").rate_per_s == pytest.approx(5.53, rel=0.06)
 
 
-def test_sharegpt_gets_poisson_arrivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converted_sharegpt_trace_gets_poisson_arrivals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     talk = {"conversations": [{"from": "human", "value": "x" * 40}, {"from": "gpt", "value": "y" * 8}]}
     path = tmp_path / "s.json"
     path.write_text(json.dumps([talk] * 3000))
@@ -123,7 +129,9 @@ def test_sharegpt_gets_poisson_arrivals(tmp_path: Path, capsys: pytest.CaptureFi
     assert "estimated" in capsys.readouterr().out
 
 
-def test_what_is_wrong_is_one_line(azure: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_commands_refuse_invalid_input_in_one_line(
+    azure: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.csv"
     assert "none.csv: does not exist" in fails(capsys, "trace", "stats", tmp_path / "none.csv")
     azure.write_text(AZURE.replace("396", "-3"))
@@ -146,7 +154,7 @@ def test_what_is_wrong_is_one_line(azure: Path, tmp_path: Path, capsys: pytest.C
     )
 
 
-def test_workloads_for_a_run(azure: Path, mooncake: Path) -> None:
+def test_trace_workload_is_loaded_with_rate_requests_and_blocks(azure: Path, mooncake: Path) -> None:
     own = load(str(azure), "chat", WorkloadOptions())
     assert own.models == ("chat",)
     assert own.arrival_s.tolist() == pytest.approx([0, 4.314579, 10])
@@ -162,7 +170,7 @@ def test_workloads_for_a_run(azure: Path, mooncake: Path) -> None:
         load("azure-con", "chat", WorkloadOptions())
 
 
-def test_what_was_written_is_said_for_machines(
+def test_trace_json_describes_the_written_file(
     mooncake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "made.csv"

@@ -77,7 +77,7 @@ def roster(folder: Path, *lines: str) -> Path:
     return file
 
 
-def test_plain_servers_are_planned_as_whole_replicas(tmp_path: Path) -> None:
+def test_attached_plain_servers_are_planned_as_whole_replicas(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     entries = read_entries(roster(tmp_path, "url: 'http://127.0.0.1:1', kind: openai, token_ids: true"))
     planned = planned_for(entries, (tmp_path / "spec.yaml",), 10.0, lambda line: None)
@@ -94,7 +94,7 @@ def test_servers_file_without_a_server_is_refused(tmp_path: Path) -> None:
         read_entries(tmp_path / "nothing.yaml")
 
 
-def test_engines_of_vllm_are_started_with_the_planned_layout() -> None:
+def test_vllm_engines_are_started_with_the_planned_layout() -> None:
     def make(*widths: int) -> EngineSpec:
         return EngineSpec("m", Layout(tuple(Stage(16, (StageNode("8xH100", tp),)) for tp in widths)), "here")
 
@@ -108,7 +108,7 @@ def test_engines_of_vllm_are_started_with_the_planned_layout() -> None:
         engine_commands.command(make(4, 2), 8000, 9000)
 
 
-def test_gpus_of_this_machine_are_given_to_each_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_gpus_are_divided_among_vllm_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four GPUs to each of two engines, ports in a row for their workers, and no third engine."""
     chips = tuple(("1xH100", f"GPU-{place}") for place in range(4))
     engine_commands = EngineCommands("vllm", (("m", Path("dir")),), chips=chips, gpus=(("8xH100", "1xH100"),))
@@ -133,7 +133,7 @@ def test_gpus_of_this_machine_are_given_to_each_vllm(tmp_path: Path, monkeypatch
         )
 
 
-def test_a_plan_for_more_gpus_than_there_are_is_refused() -> None:
+def test_plan_for_more_gpus_than_the_machine_has_is_refused() -> None:
     template = Template(
         "t", "homogeneous", "m", (), (PlannedReplica("mixed", single("2xL4", 2, 32)),), (), "measured"
     )
@@ -165,7 +165,9 @@ def engine(role: str) -> Answers:
     return {"/status": (200, json.dumps(status).encode()), "/v1/models": (200, listing(model))}
 
 
-def test_servers_are_recognised_by_what_they_answer(tmp_path: Path, start: Callable[..., StubServer]) -> None:
+def test_attached_servers_are_recognised_by_their_answers(
+    tmp_path: Path, start: Callable[..., StubServer]
+) -> None:
     with_files = vllm("m")
     with_files["/v1/models"] = (200, listing({"id": "m", "owned_by": "vllm", "root": str(shipped_model())}))
     urls = [
@@ -193,7 +195,7 @@ def test_servers_are_recognised_by_what_they_answer(tmp_path: Path, start: Calla
     assert sorted(shapes) == [("mixed",), ("mixed",), ("mixed",), ("prefill", "decode")]
 
 
-def test_role_of_a_silent_server_is_asked_beside_its_models(
+def test_role_of_a_silent_server_is_queried_in_parallel_with_its_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One such server delays the report about all of them by two time limits, not three."""
@@ -208,7 +210,7 @@ def test_role_of_a_silent_server_is_asked_beside_its_models(
     assert took_s < 1.8, "/status within 1 s, beside /health and /v1/models within 0.5 s each"
 
 
-def test_server_that_the_gateway_has_not_probed_yet_is_reported_with_what_was_found_before() -> None:
+def test_unprobed_server_is_reported_with_the_earlier_probe_result() -> None:
     entry = EngineEntry("http://h:1", "openai", "m")
     source = SimpleNamespace(from_spec=False, probed=(ProbedServer(entry, problem="http://h:1 hangs"),))
     show = AttachShow(None, ("m",), source, False, 0.0, False, 1.0)  # type: ignore[arg-type]
@@ -236,7 +238,7 @@ def test_plan_of_attached_servers_has_no_hardware_and_no_price(
     assert len({item.decode_step_s for item in facts}) == 1, "servers are alike until they were observed"
 
 
-def test_own_limit_of_an_entry_is_kept_within_the_servers(
+def test_context_limit_of_an_entry_is_kept_within_the_server_limit(
     tmp_path: Path, start: Callable[..., StubServer]
 ) -> None:
     lines = [
@@ -249,7 +251,7 @@ def test_own_limit_of_an_entry_is_kept_within_the_servers(
     assert [entry.max_model_len for entry in attachment.entries] == [1000, 4096, 2000, 0]
 
 
-def test_model_of_a_spec_is_matched_by_name_or_by_being_the_only_one(
+def test_spec_model_is_matched_by_name_or_as_the_only_one(
     tmp_path: Path, start: Callable[..., StubServer]
 ) -> None:
     entries = read_entries(roster(tmp_path, f"url: '{start(ollama('org/a', 'b')).url}'"))
@@ -265,7 +267,7 @@ def test_model_of_a_spec_is_matched_by_name_or_by_being_the_only_one(
     assert [(entry.model, entry.served_model) for entry in single.entries] == [("a", "org/a")]
 
 
-def test_server_that_is_away_or_lists_a_model_no_more_keeps_its_place(
+def test_unreachable_server_and_unlisted_model_keep_their_place(
     tmp_path: Path, start: Callable[..., StubServer]
 ) -> None:
     server, other = start(ollama("a", "b")), start(vllm("c"))
@@ -289,14 +291,14 @@ def test_attach_is_refused_where_no_model_is_known(tmp_path: Path) -> None:
     "options",
     [("--model", "."), ("--shares", "50,50"), ("--market", "m.yaml"), ("--schedule", "."), ("--on", "ray")],
 )
-def test_options_of_own_engines_are_refused(
+def test_options_for_own_engines_are_refused_with_attach(
     tmp_path: Path, options: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = roster(tmp_path, "url: 'http://127.0.0.1:1', model: m")
     said(capsys, "up", "--attach", file, *options, rc=2)
 
 
-def test_attached_service_listens_where_it_was_told(
+def test_attached_service_listens_on_the_given_host(
     tmp_path: Path,
     start: Callable[..., StubServer],
     capsys: pytest.CaptureFixture[str],

@@ -16,7 +16,7 @@ from potluck.core.values.plan import Plan
 WITHIN_S = 400.0
 
 
-def test_the_demo_is_rehearsed_answers_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_demo_service_is_simulated_answers_and_leaves_no_processes(tmp_path: Path) -> None:
     state = tmp_path / "state"
     command = [sys.executable, "-m", "potluck.cli.main", "up", "--check", "--json"]
     command += ["--port", "0", "--state", str(state), "--within", str(WITHIN_S - 60)]

@@ -69,7 +69,7 @@ def _driver(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int 
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
 
 
-def test_chips_are_what_the_driver_says_within_what_is_visible(
+def test_visible_gpus_are_those_reported_by_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -88,7 +88,7 @@ def test_chips_are_what_the_driver_says_within_what_is_visible(
 
 
 @pytest.mark.parametrize(("text", "code"), [("No devices were found", 6), ("what, is, this", 0)])
-def test_a_driver_that_fails_is_told_in_one_line(
+def test_failing_gpu_driver_is_reported_in_one_line(
     text: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _driver(tmp_path, monkeypatch, text, code)
@@ -114,14 +114,14 @@ def test_a_driver_that_fails_is_told_in_one_line(
         ("NVIDIA RTX A6000", "A6000"),
     ],
 )
-def test_drivers_names_are_found_in_the_catalog(name: str, text: str) -> None:
+def test_driver_gpu_names_map_to_the_catalog(name: str, text: str) -> None:
     memory = int(gpus.gpu(text).memory_gb * GB)
     assert gpu_of(LocalGpu(0, "GPU-a", name, memory)) == text
     with pytest.raises(InputError, match="a part of one"):
         gpu_of(LocalGpu(0, "GPU-a", name, memory // 4))
 
 
-def test_an_unknown_gpu_says_what_to_add() -> None:
+def test_unknown_gpu_is_refused_with_the_fields_to_add() -> None:
     with pytest.raises(InputError, match="GPU 3 .*RTX 2060.*gpus:.*fp16_tflops.*CUDA_VISIBLE_DEVICES"):
         gpu_of(LocalGpu(3, "GPU-a", "NVIDIA GeForce RTX 2060", 6 * GB))
 
@@ -140,7 +140,9 @@ def large(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [{"L4": 1, "A10": 2}, {"A100-80": 1, "L4": 3}, {"H200": 1}])
-def test_the_plan_is_for_exactly_what_is_there(counts: dict[str, int], large: Path, tmp_path: Path) -> None:
+def test_plan_uses_exactly_the_gpus_of_the_machine(
+    counts: dict[str, int], large: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(large, "large", Counter(counts), 1.0))
     spec = load_spec(path)
@@ -156,7 +158,7 @@ def test_the_plan_is_for_exactly_what_is_there(counts: dict[str, int], large: Pa
     assert rate_per_s > 0.5
 
 
-def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_path: Path) -> None:
+def test_model_too_large_for_one_gpu_is_planned_as_a_pipeline(large: Path, tmp_path: Path) -> None:
     """28 GB of weights: an A100 holds them, an L4 does not, two of these do."""
     config = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 64}))
@@ -189,7 +191,7 @@ def _chip(name: str, uuid: str) -> LocalGpu:
     return LocalGpu(0, f"GPU-{uuid}", f"NVIDIA {name}", 40 * GB)
 
 
-def test_more_of_the_layers_go_where_more_fits(large: Path, tmp_path: Path) -> None:
+def test_larger_gpu_of_a_pipeline_gets_more_layers(large: Path, tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(large, "large", Counter({"L4": 1, "A100-40": 1}), 1.0))
     flags = flags_of(load_spec(path))
@@ -203,7 +205,7 @@ def test_more_of_the_layers_go_where_more_fits(large: Path, tmp_path: Path) -> N
     assert blocks(16, 16) > int(flags(EngineSpec("large", single("1xL4", 1, 32), "here"))[1])
 
 
-def test_a_model_that_fits_nowhere_is_told(large: Path, tmp_path: Path) -> None:
+def test_model_that_fits_no_gpu_is_refused(large: Path, tmp_path: Path) -> None:
     config = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 120}))
     path = tmp_path / "spec.yaml"
@@ -227,7 +229,7 @@ def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
         end(pid, insist=True)
 
 
-def test_each_engine_has_a_gpu_of_its_own(launcher: LocalLauncher) -> None:
+def test_each_engine_gets_its_own_gpu(launcher: LocalLauncher) -> None:
     a10 = EngineSpec("m", single("1xA10", 1, 2), "here")
     places = {name: launcher.start(name, a10) for name in ("one", "two")}
     assert {place["chip"] for place in places.values()} == {"GPU-b", "GPU-c"}
@@ -248,7 +250,7 @@ def test_each_engine_has_a_gpu_of_its_own(launcher: LocalLauncher) -> None:
         launcher.start("four", EngineSpec("m", single("2xA10", 2, 2), "here"))
 
 
-def test_each_worker_of_a_pipeline_computes_on_the_next_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pipeline_worker_uses_the_next_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert devices_of("cuda", 3) == ["cuda:0", "cuda:1", "cuda:0"]
     assert devices_of("cuda:1", 2) == ["cuda:1", "cuda:1"]
@@ -259,7 +261,7 @@ def _pipeline(*stages: tuple[int, str]) -> Layout:
     return Layout(tuple(Stage(layers, (StageNode(node, 1),)) for layers, node in stages))
 
 
-def test_a_pipeline_has_a_gpu_for_each_stage_in_their_order(launcher: LocalLauncher) -> None:
+def test_pipeline_gets_a_gpu_for_each_stage_in_order(launcher: LocalLauncher) -> None:
     engine_spec = EngineSpec("m", _pipeline((3, "1xA10"), (5, "1xL4")), "here")
     assert stages_of(engine_spec) == ("--stages", "3,5")
     shared = Layout((Stage(3, (StageNode("1xL4", 1),)), Stage(5, (StageNode("1xA10", 1),) * 2)))
@@ -280,7 +282,7 @@ class Family(EngineCommands):
         return [sys.executable, "-c", f"import subprocess, sys, time; {start}; time.sleep(60)"]
 
 
-def test_workers_of_a_pipeline_live_and_end_with_their_engine(tmp_path: Path) -> None:
+def test_pipeline_workers_live_and_end_with_their_engine(tmp_path: Path) -> None:
     """Nobody takes them for engines that were forgotten; and if their engine is killed they are."""
     owner = str(tmp_path / "state.db")
     launcher = LocalLauncher(
@@ -310,7 +312,9 @@ def test_workers_of_a_pipeline_live_and_end_with_their_engine(tmp_path: Path) ->
             end(pid, insist=True)
 
 
-def test_weights_are_read_where_the_spec_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_read_from_the_folder_of_the_spec(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = tmp_path / "store"
     spec = tmp_path / "spec.yaml"
 
@@ -340,7 +344,7 @@ def test_weights_are_read_where_the_spec_says(tmp_path: Path, capsys: pytest.Cap
     assert start_share(inputs.problem, startups=startups_of(inputs.spec)) > start_share(inputs.problem)
 
 
-def test_vllm_is_told_the_lengths_and_the_memory_that_were_planned_with(large: Path, tmp_path: Path) -> None:
+def test_vllm_gets_the_planned_context_and_memory_share(large: Path, tmp_path: Path) -> None:
     path, config = tmp_path / "spec.yaml", large / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 131072}))
     path.write_text(spec_text(large, "large", Counter({"L4": 1}), 1.0))
@@ -362,7 +366,7 @@ def test_vllm_is_told_the_lengths_and_the_memory_that_were_planned_with(large: P
     )
 
 
-def test_mock_engines_have_the_room_that_the_simulator_reckons_with(tmp_path: Path) -> None:
+def test_mock_engine_has_as_many_kv_blocks_as_the_simulator(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(HYBRID, "utf-8")
     spec, engine_spec = load_spec(tmp_path / "spec.yaml"), EngineSpec("m", single("8xH20", 8, 57), "near")
     about = spec.models[0].model, engine_spec.layout, {"8xH20": spec.node_types[0]}
@@ -371,7 +375,7 @@ def test_mock_engines_have_the_room_that_the_simulator_reckons_with(tmp_path: Pa
     assert long > 2 * total_blocks(*about, 1_024.0), "states of short requests weigh more"
 
 
-def test_what_cannot_be_measured_is_said_and_what_was_is_kept(
+def test_gpu_that_cannot_be_measured_is_reported_and_other_profiles_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "spec.yaml"
@@ -404,7 +408,7 @@ def test_what_cannot_be_measured_is_said_and_what_was_is_kept(
     assert begun == [("L4", "GPU-a"), ("A10", "GPU-b"), ("A10", "GPU-b")]
 
 
-def test_a_spec_of_other_gpus_is_not_served_on_these(tmp_path: Path) -> None:
+def test_spec_with_other_gpus_than_the_machine_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(shipped_model(), "words", Counter({"H200": 1}), 1.0))
     with pytest.raises(InputError, match="the spec has 1xH200, this machine has 1xL4"):
@@ -414,7 +418,7 @@ def test_a_spec_of_other_gpus_is_not_served_on_these(tmp_path: Path) -> None:
 H200 = LocalGpu(0, "GPU-a", "NVIDIA H200", 143 * GB)
 
 
-def test_shares_of_a_gpu_are_gpus_of_their_own(tmp_path: Path) -> None:
+def test_gpu_shares_are_planned_as_separate_gpus(tmp_path: Path) -> None:
     chips = shared_out((H200,), "50,25,12")
     names = ["H200-50pct", "H200-25pct", "H200-12pct"]
     assert [gpu_of(gpu) for gpu in chips] == names
@@ -453,7 +457,7 @@ if [ "$asked" = quit ]; then rm $on; else [ -e $on ]; fi
 @pytest.mark.parametrize(
     ("shares", "found"), [((), "1 x L4"), (("--shares", "50,25"), "1 x L4-50pct + 1 x L4-25pct")]
 )
-def test_a_service_on_gpus_that_are_found(
+def test_service_on_detected_gpus_answers(
     shares: tuple[str, ...],
     found: str,
     tmp_path: Path,

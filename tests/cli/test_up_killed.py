@@ -52,7 +52,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
-def test_all_of_the_gateway_and_the_controller_are_killed_at_once(tmp_path: Path) -> None:
+def test_service_recovers_when_gateway_and_controller_are_killed_together(tmp_path: Path) -> None:
     with service_up(tmp_path, 1) as (state, ready, process):
         url = ready["url"]
         store = StateStore(state / "state.db")

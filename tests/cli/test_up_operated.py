@@ -41,7 +41,7 @@ def _cordoned(capsys: pytest.CaptureFixture[str], state: Path, url: str, load: t
 
 
 @pytest.mark.slow
-def test_a_service_is_watched_loaded_drained_and_brought_down(
+def test_service_is_watched_loaded_drained_and_stopped(
     up: tuple[Path, str, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, url, process = up

@@ -61,7 +61,7 @@ def written_state(tmp_path: Path) -> tuple[Path, Path, Path, Plan]:
     return folder, plan_path, spec, plan
 
 
-def test_controller_that_follows_a_killed_one_acts_before_it_loads_the_planner(tmp_path: Path) -> None:
+def test_resumed_controller_acts_before_it_loads_the_planner(tmp_path: Path) -> None:
     folder, plan, spec, _ = written_state(tmp_path)
     script = FIRST_TURN.format(heavy=HEAVY)
     options = ("--state", str(folder), "--engine", "mock", "--port", "0")
@@ -106,9 +106,7 @@ def test_resumed_service_keeps_the_newest_plan_and_starts_engines_once_commands_
 
 
 @pytest.mark.parametrize("what", ["spec", "record", "plan", "release"])
-def test_service_whose_spec_changed_or_whose_state_lacks_something_is_not_resumed(
-    tmp_path: Path, what: str
-) -> None:
+def test_service_with_changed_spec_or_incomplete_state_is_not_resumed(tmp_path: Path, what: str) -> None:
     folder, _, spec, _ = written_state(tmp_path)
     store = StateStore(folder / "state.db")
     if what == "spec":
@@ -124,7 +122,7 @@ def test_service_whose_spec_changed_or_whose_state_lacks_something_is_not_resume
     assert resumed(folder, spec.resolve(), "mock", 0, HeldSockets(), not_loaded) is None
 
 
-def test_settings_that_need_more_than_the_state_has_are_not_remembered(tmp_path: Path) -> None:
+def test_settings_that_cannot_be_restored_from_the_state_are_not_stored(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "state.db")
     remember(store, LocalStackSettings(tmp_path, tmp_path / "spec.yaml"))
     assert store.get(RESUME) is not None
@@ -157,7 +155,7 @@ def test_deferred_load_loads_once_for_several_threads() -> None:
     assert deferred.full(ASKED).plan is None
 
 
-def test_deferred_load_that_fails_is_tried_again() -> None:
+def test_deferred_load_that_fails_is_retried() -> None:
     tries: list[int] = []
 
     def load() -> tuple[EngineCommands, None]:
@@ -173,7 +171,7 @@ def test_deferred_load_that_fails_is_tried_again() -> None:
     assert deferred.loaded()[0].style == "mock"
 
 
-def test_deferred_commands_have_the_address_and_commands_of_engine_commands() -> None:
+def test_deferred_commands_equal_the_engine_commands() -> None:
     made = EngineCommands("mock", more=("--x",))
     deferred = DeferredCommands("mock", lambda: made)
     assert (deferred.style, deferred.host) == (made.style, made.host)

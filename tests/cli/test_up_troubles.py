@@ -78,14 +78,16 @@ def _said(capsys: pytest.CaptureFixture[str]) -> str:
     return text
 
 
-def test_a_spec_that_cannot_be_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_refuses_an_unreachable_objective_before_it_writes_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, spec = write_plans(tmp_path, WHOLE, ttft_ms=2, tpot_ms=1)
     assert run(["up", str(spec), "--state", str(tmp_path / "state"), "--engine", "mock"]) == 2
     assert "live" in _said(capsys), "which model, and why"
     assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
 
-def test_a_model_that_no_node_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_refuses_a_model_that_fits_on_no_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor a pipeline of the one that there is."""
     _, spec = write_plans(tmp_path, WHOLE)
     text = spec.read_text().replace("Llama-3.1-8B", "Qwen3-32B").replace("1xA10", "1xA100-40")
@@ -97,7 +99,9 @@ def test_a_model_that_no_node_holds(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
 
-def test_a_port_in_use(stand: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_port_is_refused_if_given_and_replaced_if_default(
+    stand: LocalStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -110,7 +114,9 @@ def test_a_port_in_use(stand: LocalStack, monkeypatch: pytest.MonkeyPatch) -> No
         assert stand.said == [f"port {held} is taken; it is {port} instead"]
 
 
-def test_who_is_quicker_has_the_port(stand: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_port_taken_meanwhile_is_replaced_by_the_next(
+    stand: LocalStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two that start at once find the same one free; the later one takes the next."""
     first = next(port for port in range(30_000, 32_000) if not any(map(taken, range(port, port + 4))))
     monkeypatch.setattr(stand_module, "USUAL_PORT", first)
@@ -138,7 +144,7 @@ def test_who_is_quicker_has_the_port(stand: LocalStack, monkeypatch: pytest.Monk
             stand._started({})
 
 
-def test_the_ports_are_the_same_at_every_start(
+def test_default_ports_are_the_same_at_every_start(
     stand: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = next(port for port in range(20_000, 30_000) if not taken(port) and not taken(port + 1))
@@ -162,7 +168,9 @@ def test_the_ports_are_the_same_at_every_start(
 
 
 @pytest.mark.parametrize("text", [b"this is no database at all" * 100, b""])
-def test_a_corrupt_state_file(text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_and_status_report_a_damaged_state_file(
+    text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan, spec = write_plans(tmp_path, WHOLE)
     state = tmp_path / "state"
     store = StateStore(state / "state.db")
@@ -181,7 +189,7 @@ def test_a_corrupt_state_file(text: bytes, tmp_path: Path, capsys: pytest.Captur
     assert "is damaged" in _said(capsys)
 
 
-def test_what_a_lost_state_left_running_is_ended(stand: LocalStack) -> None:
+def test_processes_left_by_a_lost_state_are_ended(stand: LocalStack) -> None:
     folder = str(stand.folder.resolve())
     left = spawn(
         [sys.executable, "-c", "import time; time.sleep(600)"], {GATEWAY_MARK: folder}, Path("/dev/null")
@@ -201,7 +209,7 @@ def _limited(most_bytes: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("most_kb", [2, 40])
-def test_a_disk_without_room(most_kb: int, tmp_path: Path) -> None:
+def test_full_disk_stops_up_with_an_error_and_no_engines(most_kb: int, tmp_path: Path) -> None:
     """No file may grow beyond a size, so that writes fail as on a full disk."""
     plan, spec = write_plans(tmp_path, WHOLE)
     state = tmp_path / "state"
@@ -221,7 +229,7 @@ def test_a_disk_without_room(most_kb: int, tmp_path: Path) -> None:
     assert list(engines_of(str((state / "state.db").resolve()))) == []
 
 
-def test_a_file_that_could_not_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_failed_file_write_keeps_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     written(path, "before")
     code = (
@@ -236,7 +244,7 @@ def test_a_file_that_could_not_be_written_leaves_the_one_before(tmp_path: Path) 
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_an_engine_that_never_becomes_ready(tmp_path: Path, handlers: None) -> None:
+def test_engine_that_never_becomes_ready_stops_the_start(tmp_path: Path, handlers: None) -> None:
     stand, prepared = _stand(tmp_path, Other("mock"))
     owner = owner_of(stand.store)
     show = up_module._Show(
@@ -249,7 +257,7 @@ def test_an_engine_that_never_becomes_ready(tmp_path: Path, handlers: None) -> N
     assert list(engines_of(owner)) == []
 
 
-def test_an_engine_that_fails_in_the_same_way_stops_the_start(tmp_path: Path, handlers: None) -> None:
+def test_repeated_identical_engine_failure_stops_the_start(tmp_path: Path, handlers: None) -> None:
     program = "import os; print('a line before'); print(f'port {os.getpid()} is closed'); raise SystemExit(1)"
     stand, prepared = _stand(tmp_path, Other("mock", program=program))
     owner, store = owner_of(stand.store), stand.store
@@ -267,7 +275,7 @@ def test_an_engine_that_fails_in_the_same_way_stops_the_start(tmp_path: Path, ha
     assert notes.count("start") == 3, "and no more"
 
 
-def test_a_service_that_is_taken_over_is_not_stopped_for_one_engine(tmp_path: Path) -> None:
+def test_resumed_service_is_not_stopped_for_one_failing_engine(tmp_path: Path) -> None:
     """Its gateway served before: other engines may, and this one is tried ever more rarely."""
     stand, prepared = _stand(tmp_path, Other("mock"))
     show = up_module._Show(
@@ -286,7 +294,7 @@ def test_a_service_that_is_taken_over_is_not_stopped_for_one_engine(tmp_path: Pa
     stand.close()
 
 
-def test_vllm_that_is_not_there_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_vllm_is_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, spec = write_plans(tmp_path, WHOLE)
     asked = ["up", str(spec), "--state", str(tmp_path / "state"), "--averages", "--engine", "vllm"]
     bare = tmp_path / "python"
@@ -300,7 +308,7 @@ def test_vllm_that_is_not_there_is_said_at_once(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
 
-def test_an_engine_that_has_no_memory_says_so(tmp_path: Path) -> None:
+def test_engine_without_memory_reports_memory_error(tmp_path: Path) -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28)); bytearray(1 << 30)"
     )
@@ -313,7 +321,7 @@ def test_an_engine_that_has_no_memory_says_so(tmp_path: Path) -> None:
     assert seen.problem == "MemoryError"
 
 
-def test_memory_is_asked_for_before_anything_is_started(
+def test_free_memory_is_checked_before_engines_start(
     tmp_path: Path, stand: LocalStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
@@ -331,7 +339,7 @@ def test_memory_is_asked_for_before_anything_is_started(
         stand.must_have_room()
 
 
-def test_memory_of_the_machine_and_of_a_container(tmp_path: Path) -> None:
+def test_free_memory_respects_machine_and_container_limits(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   50 kB\n")
     assert free_bytes(tmp_path / "meminfo", tmp_path) == 50 * KB
     (tmp_path / "memory.max").write_text("40000\n")
@@ -342,7 +350,7 @@ def test_memory_of_the_machine_and_of_a_container(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_a_controller_that_cannot_go_on_says_what_does(
+def test_controller_that_cannot_continue_reports_what_keeps_running(
     check: bool, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full while it runs, say: engines and gateway serve on, unless it was only a check."""

@@ -56,7 +56,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     ],
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
-def test_what_is_printed_fits_80_columns(
+def test_command_output_fits_80_columns(
     words: list[str],
     files: tuple[str, str],
     capsys: pytest.CaptureFixture[str],
@@ -71,7 +71,7 @@ def test_what_is_printed_fits_80_columns(
     assert "…" not in out
 
 
-def test_a_comparison_fits_80_columns_and_says_who_misses(
+def test_comparison_fits_80_columns_and_names_missed_objectives(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -98,7 +98,7 @@ FIGURES = st.one_of(
     st.lists(st.tuples(WORDS, WORDS, FIGURES, WORDS, FIGURES), min_size=1, max_size=4),
     st.integers(LEAST_WIDTH, 160),
 )
-def test_tables_are_folded_between_words_and_lose_none(rows: list[tuple[str, ...]], width: int) -> None:
+def test_tables_are_folded_between_words_without_losing_text(rows: list[tuple[str, ...]], width: int) -> None:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setenv("COLUMNS", str(width))
@@ -113,7 +113,7 @@ def test_tables_are_folded_between_words_and_lose_none(rows: list[tuple[str, ...
         assert all(any(cell in line for line in lines) for cell in (row[2], row[4]))
 
 
-def test_docs_have_the_figures_that_estimate_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_show_the_figures_that_estimate_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Run the command that the page shows; every line that is quoted must be as it is printed."""
     text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text("utf-8")
     assert run(next(line for line in text.splitlines() if "   potluck estimate" in line).split()[1:]) == 0

@@ -88,13 +88,13 @@ def after_two_losses(spec: str, folder: Path) -> tuple[dict[str, str], set[str]]
     return {replica_spec.id: replica_spec.zone for replica_spec in members}, {where[name] for name in again}
 
 
-def test_who_was_lost_with_two_machines_of_a_zone_leaves_it(tmp_path: Path) -> None:
+def test_request_lost_with_two_machines_of_a_zone_avoids_the_zone(tmp_path: Path) -> None:
     zones, machines = after_two_losses(SPEC, tmp_path)
     assert sorted(zones.values()) == ["left", "left", "left", "right"]
     assert machines == {"four"}
 
 
-def test_without_zones_the_whole_region_is_in_doubt(tmp_path: Path) -> None:
+def test_request_lost_twice_without_zones_avoids_the_region(tmp_path: Path) -> None:
     plain = SPEC.replace(", zone: left", "").replace(", zone: right", "")
     zones, machines = after_two_losses(plain, tmp_path)
     assert set(zones.values()) == {""}
