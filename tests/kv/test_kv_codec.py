@@ -62,7 +62,7 @@ def cases(draw: st.DrawFn) -> tuple[bytes, Part, str, tuple[int, ...], Codec]:
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(cases())
-def test_kernels_do_bit_by_bit_what_the_reference_does(
+def test_codec_kernels_equal_the_numpy_reference_bit_by_bit(
     case: tuple[bytes, Part, str, tuple[int, ...], Codec],
 ) -> None:
     data, part, dtype, shape, codec = case
@@ -83,7 +83,9 @@ def test_kernels_do_bit_by_bit_what_the_reference_does(
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_no_error_is_larger_than_half_a_step(case: tuple[bytes, Part, str, tuple[int, ...], Codec]) -> None:
+def test_codec_error_is_at_most_half_a_quantization_step(
+    case: tuple[bytes, Part, str, tuple[int, ...], Codec],
+) -> None:
     data, part, dtype, shape, codec = case
     result = encode(data, part, dtype, shape, codec)
     restored = to_floats(bytes(decode(result.parameters, result.payload, part, dtype, shape, codec)), dtype)
@@ -111,7 +113,7 @@ def test_no_error_is_larger_than_half_a_step(case: tuple[bytes, Part, str, tuple
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused_wherever_it_is(codec: Codec, dtype: str, bad: float) -> None:
+def test_non_finite_value_is_refused_anywhere_in_a_chunk(codec: Codec, dtype: str, bad: float) -> None:
     for part, shape in (("kv", (130, 2, 1, 70)), ("latent", (130, 3))):
         count = prod(shape)
         for place in {0, count - 1, count // 2, 69, 70 if count > 70 else 1}:
@@ -131,7 +133,7 @@ def test_what_is_not_finite_is_refused_wherever_it_is(codec: Codec, dtype: str, 
                 encode(data, part, dtype, shape, codec)  # type: ignore[arg-type]
 
 
-def test_a_range_that_float32_cannot_hold_is_refused() -> None:
+def test_range_that_float32_cannot_hold_is_refused() -> None:
     data = np.array([[[[3e38]], [[1.0]]], [[[-3e38]], [[1.0]]]], np.float32)
     with pytest.raises(InputError, match="too far apart"):
         encode(data.tobytes(), "kv", "float32", data.shape, "int4")
@@ -139,7 +141,7 @@ def test_a_range_that_float32_cannot_hold_is_refused() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.data())
-def test_whatever_the_sender_writes_is_refused_or_finite(
+def test_arbitrary_encoded_bytes_are_refused_or_decode_to_finite_values(
     case: tuple[bytes, Part, str, tuple[int, ...], Codec], data: st.DataObject
 ) -> None:
     _, part, dtype, shape, codec = case
@@ -160,7 +162,7 @@ def test_whatever_the_sender_writes_is_refused_or_finite(
 @settings(max_examples=30, deadline=None)
 @given(cases(), st.integers(-2, 2), st.integers(-2, 2))
 @example((bytes(4), "kv", "float16", (1, 2, 1, 1), "int4"), 0, 0)
-def test_lengths_must_be_those_that_follow_from_the_shape(
+def test_encoded_lengths_must_follow_from_the_shape(
     case: tuple[bytes, Part, str, tuple[int, ...], Codec], more: int, longer: int
 ) -> None:
     data, part, dtype, shape, codec = case
@@ -177,7 +179,7 @@ def test_lengths_must_be_those_that_follow_from_the_shape(
             encode(data + bytes(abs(more)), part, dtype, shape, codec)
 
 
-def test_raw_is_the_data_itself() -> None:
+def test_raw_codec_keeps_the_data_unchanged() -> None:
     data = bytearray(np.array([np.nan, np.inf, 1, 2], np.float16).tobytes())
     result = encode(data, "latent", "float16", (2, 2), "raw")
     assert result.parameters == b""
@@ -191,7 +193,7 @@ def test_raw_is_the_data_itself() -> None:
         decode(b"", result.payload, "latent", "float16", (2, 2), "raw", bytearray(9))
 
 
-def test_data_may_lie_anywhere() -> None:
+def test_codec_accepts_unaligned_data() -> None:
     """Pieces of a stream begin at odd addresses."""
     values = numbers(3, 5 * 2 * 70, "float16", "normal").astype(np.float16).tobytes()
     shape = (5, 2, 1, 70)
@@ -225,7 +227,7 @@ def test_data_may_lie_anywhere() -> None:
         ("memory", "float32", (2, 3, 70), "int8"),
     ],
 )
-def test_shapes_and_names_that_make_no_sense_are_refused(part, dtype, shape, codec) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_shapes_and_codec_names_are_refused(part, dtype, shape, codec) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(FormatError):
         sizes(part, dtype, shape, codec)
     with pytest.raises(FormatError):
@@ -234,7 +236,7 @@ def test_shapes_and_names_that_make_no_sense_are_refused(part, dtype, shape, cod
         encode(b"", part, dtype, shape, codec)
 
 
-def test_four_bits_take_at_most_28_percent_of_sixteen() -> None:
+def test_int4_takes_at_most_28_percent_of_16_bits() -> None:
     for tokens in (128, 1024, 2048, 2049, 7777):
         for heads, dim in ((8, 128), (2, 64), (4, 96)):
             shape = (tokens, 2, heads, dim)
@@ -243,7 +245,7 @@ def test_four_bits_take_at_most_28_percent_of_sixteen() -> None:
     assert all(CODECS[number] == name for name, number in CODEC_IDS.items())
 
 
-def test_both_ways_to_convert_float16_agree_with_numpy() -> None:
+def test_float16_conversions_agree_with_numpy() -> None:
     every = np.arange(65536, dtype=np.uint16)
     with np.errstate(invalid="ignore"):  # Some processors say so of NaNs.
         exact = every.view(np.float16).astype(np.float32)
@@ -280,7 +282,7 @@ def chunk(part: Part, dtype: str) -> KvChunk:
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("part", PIECE_SHAPES)
-def test_there_and_back(part: Part, dtype: str, codec: Codec) -> None:
+def test_packed_chunk_is_restored_and_states_stay_raw(part: Part, dtype: str, codec: Codec) -> None:
     """States cross whole whatever the codec."""
     one = chunk(part, dtype)
     sent = packed(one, codec)
@@ -302,7 +304,7 @@ def test_there_and_back(part: Part, dtype: str, codec: Codec) -> None:
     assert out == expected
 
 
-def test_what_is_packed_is_not_packed_again_and_what_is_wrong_is_refused() -> None:
+def test_packed_chunk_is_not_packed_again_and_a_wrong_one_is_refused() -> None:
     sent = packed(chunk("kv", "float16"), "int4")
     assert packed(sent, "int4") is sent
     with pytest.raises(InputError, match="already"):

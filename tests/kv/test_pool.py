@@ -152,7 +152,7 @@ TestBytes.settings = TestExactBytes.settings = COURSE
 TestDiskBytes.settings = TestExactDiskBytes.settings = COURSE
 
 
-def test_what_memory_has_no_room_for_comes_back_from_disk(tmp_path: Path) -> None:
+def test_prefix_evicted_from_memory_is_read_back_from_disk(tmp_path: Path) -> None:
     pool = PrefixPool(4 * BYTES, BYTES, block_tokens=SIZE, disk=DiskTier(tmp_path, 100_000))
     one, two = [0] * 16, [1] * 16
     assert keep(pool, one) == 4
@@ -162,7 +162,7 @@ def test_what_memory_has_no_room_for_comes_back_from_disk(tmp_path: Path) -> Non
     assert bytes(pool.read(hashes(one)[3])) == data_of(one)
 
 
-def test_what_rots_in_memory_does_not_reach_the_disk(tmp_path: Path) -> None:
+def test_corrupted_memory_block_is_not_written_to_disk(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, 100_000)
     pool = PrefixPool(4 * BYTES, BYTES, block_tokens=SIZE, disk=disk)
     one, two = [0] * 16, [1] * 16
@@ -174,7 +174,7 @@ def test_what_rots_in_memory_does_not_reach_the_disk(tmp_path: Path) -> None:
     assert pool.find(one, hashes(one), 16).tokens == 8
 
 
-def test_a_restart_finds_what_was_on_disk(tmp_path: Path) -> None:
+def test_restarted_pool_finds_prefixes_on_disk(tmp_path: Path) -> None:
     tokens = [0, 1] * 8
     first = PrefixPool(6 * BYTES, BYTES, exact=True, block_tokens=SIZE, disk=DiskTier(tmp_path, 100_000, "a"))
     keep(first, tokens)
@@ -190,7 +190,7 @@ def test_a_restart_finds_what_was_on_disk(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_file_that_was_changed_anywhere_is_a_miss(tmp_path_factory, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
+def test_corrupted_disk_file_is_a_cache_miss(tmp_path_factory, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
     folder = tmp_path_factory.mktemp("disk")
     disk = DiskTier(folder, 10_000)
     name = data.draw(st.sampled_from([5, Checkpoint(5, (1, 2)), Checkpoint(0, ())]))
@@ -216,7 +216,7 @@ def test_a_file_that_was_changed_anywhere_is_a_miss(tmp_path_factory, data: st.D
     assert disk.used_bytes == 0
 
 
-def test_leftovers_and_strangers_are_cleared_away_and_the_rest_is_bounded(tmp_path: Path) -> None:
+def test_disk_tier_removes_leftover_files_and_is_bounded(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, 10 * (HEADER.size + 16 + 50))
     for name in range(1, 30):
         disk.put(name, [bytes([name]) * 50])
@@ -233,7 +233,7 @@ def test_leftovers_and_strangers_are_cleared_away_and_the_rest_is_bounded(tmp_pa
     assert 99 not in smaller
 
 
-def test_a_disk_that_fails_makes_the_cache_smaller_and_nothing_else(tmp_path: Path) -> None:
+def test_failing_disk_only_reduces_the_cache(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, 10_000)
     (folder,) = tmp_path.iterdir()
     folder.rmdir()
@@ -242,7 +242,7 @@ def test_a_disk_that_fails_makes_the_cache_smaller_and_nothing_else(tmp_path: Pa
     assert disk.get(1) is None
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_prefix_pool_refuses_invalid_sizes_and_blocks(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         PrefixPool(-1, 10)
     with pytest.raises(InputError):

@@ -35,7 +35,7 @@ def hits(trace: list[tuple[tuple[int, ...], int]], blocks: int) -> float:
     return result / sum(len(prompt) for prompt, _ in trace)
 
 
-def test_hits_decay_with_size_from_those_of_an_infinite_cache(
+def test_prefix_hits_fall_from_those_of_an_infinite_cache_with_its_size(
     trace: list[tuple[tuple[int, ...], int]],
 ) -> None:
     seen: set[int] = set()
@@ -53,7 +53,7 @@ def test_hits_decay_with_size_from_those_of_an_infinite_cache(
     assert result[3] > 0
 
 
-def test_a_hybrid_model_hits_only_where_a_checkpoint_was_left(
+def test_hybrid_model_hits_only_at_checkpoints(
     trace: list[tuple[tuple[int, ...], int]],
 ) -> None:
     """The first 3,000 requests, without a bound: what is found is the longest prefix that ends at a checkpoint."""

@@ -21,7 +21,7 @@ def counted() -> tuple[ReceiveBuffers, list[int]]:
 
 
 @given(st.lists(st.integers(0, 3000), max_size=60))
-def test_a_buffer_has_its_size_and_is_used_again(sizes: list[int]) -> None:
+def test_receive_buffer_has_its_size_and_is_reused(sizes: list[int]) -> None:
     (buffers, made), out = counted(), list[memoryview]()
     for size in sizes:
         out.append(buffers.take(size))
@@ -35,7 +35,7 @@ def test_a_buffer_has_its_size_and_is_used_again(sizes: list[int]) -> None:
     assert sum(made) >= sum(map(len, out))
 
 
-def test_another_length_finds_what_was_given_back() -> None:
+def test_buffer_of_another_length_reuses_freed_memory() -> None:
     buffers, made = counted()
     for size in (700, 1000, 513, 1024):
         buffers.give(buffers.take(size))

@@ -43,7 +43,7 @@ from potluck.kv.peer_connections import LinkLimits, PeerConnections, client_cont
 
 @pytest.mark.parametrize("degree", [1, 2, 5])
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_chunk_comes_as_it_was_put(degree: int, shared: bool) -> None:
+def test_every_chunk_arrives_unchanged(degree: int, shared: bool) -> None:
     chunks = made(1, 9)
     with ends(shared_memory=shared) as pair:
         for _ in range(3):  # Connections, buffers and shared memory are used again.
@@ -58,7 +58,7 @@ def test_every_chunk_comes_as_it_was_put(degree: int, shared: bool) -> None:
         assert until(lambda: pair.sender.connections <= degree)
 
 
-def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made() -> None:
+def test_receiver_that_comes_before_its_sender_gets_each_layer_when_it_is_made() -> None:
     chunks = made(2, 6)
     handle, received, opened = new_handle(), threading.Event(), threading.Event()
     with ends() as pair:
@@ -85,7 +85,7 @@ def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made
         assert got == {chunk.layer: plain(chunk) for chunk in chunks}
 
 
-def test_a_sender_may_take_longer_than_anybodys_patience_for_silence() -> None:
+def test_slow_sender_is_kept_alive_by_heartbeats() -> None:
     with ends() as pair:
         handle, transfer = pair.offer()
 
@@ -101,7 +101,7 @@ def test_a_sender_may_take_longer_than_anybodys_patience_for_silence() -> None:
         assert (fetched.chunks, fetched.lost_connections) == (1, 0)
 
 
-def test_an_engine_may_think_longer_than_that_and_others_may_be_busy_meanwhile() -> None:
+def test_slow_engine_delays_no_other_transfer_and_is_not_timed_out() -> None:
     with ends() as pair:
         handle, over = new_handle(), threading.Event()
 
@@ -130,7 +130,7 @@ def test_an_engine_may_think_longer_than_that_and_others_may_be_busy_meanwhile()
         assert (fetched.chunks, fetched.lost_connections) == (0, 0)
 
 
-def test_the_sender_learns_what_the_receiver_has() -> None:
+def test_sender_learns_how_many_tokens_the_receiver_has() -> None:
     heard: list[int] = []
     with ends() as pair:
         handle = new_handle()
@@ -147,7 +147,7 @@ def test_the_sender_learns_what_the_receiver_has() -> None:
         assert about == [replace(ABOUT, start=17)]
 
 
-def test_a_slow_sink_holds_the_sender_back() -> None:
+def test_slow_sink_limits_bytes_in_flight_to_the_window() -> None:
     """The window is kept: no more than it is ever in the receiver's memory, however fast the sender is."""
     chunks = [replace(made(n, 1)[0], layer=n) for n in range(24)]
     size = len(chunks[0].data)
@@ -166,7 +166,7 @@ def test_a_slow_sink_holds_the_sender_back() -> None:
         assert size <= most <= 3 * size
 
 
-def test_the_sender_is_bounded_and_put_waits_for_room() -> None:
+def test_sender_memory_is_bounded_and_put_waits_for_room() -> None:
     chunk = made()[0]
     with ends(limits=replace(SMALL, most_bytes=2 * len(chunk.data))) as pair:
         handle, transfer = pair.offer()
@@ -186,7 +186,7 @@ def test_the_sender_is_bounded_and_put_waits_for_room() -> None:
         assert sorted(got) == [0, 1, 2]
 
 
-def test_who_waits_for_a_row_does_not_keep_memory_from_whoever_has_it() -> None:
+def test_transfer_waiting_for_its_receiver_does_not_block_memory_of_others() -> None:
     """The row is free when the other's cache is whole: each would wait for the other."""
     chunk = made()[0]
     with ends(limits=replace(SMALL, most_bytes=2 * len(chunk.data))) as pair:
@@ -209,7 +209,7 @@ def test_who_waits_for_a_row_does_not_keep_memory_from_whoever_has_it() -> None:
         assert sorted(pair.fetch(waiting)[1]) == [0, 1]
 
 
-def test_many_fetches_at_once_keep_to_themselves() -> None:
+def test_concurrent_fetches_do_not_mix() -> None:
     problems: list[Exception] = []
     with ends() as pair:
 
@@ -230,7 +230,7 @@ def test_many_fetches_at_once_keep_to_themselves() -> None:
     assert problems == []
 
 
-def test_links_are_reported_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_a_link_are_reported_with_bytes_and_rtt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "potluck.kv.fetch.GRACE_S", 10.0
     )  # A busy machine would have its connections closed before.
@@ -250,7 +250,7 @@ def test_links_are_reported_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (outgoing.sent_again_bytes, outgoing.queue_bytes) == (0, 0)
 
 
-def test_it_listens_on_loopback_and_connects_only_to_its_fleet() -> None:
+def test_sender_listens_on_loopback_and_receiver_connects_only_to_its_fleet() -> None:
     with ends() as pair:
         assert pair.sender.address[0] == "127.0.0.1"
         fetch_request = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
@@ -262,7 +262,7 @@ def test_it_listens_on_loopback_and_connects_only_to_its_fleet() -> None:
             fetch(pair.links, pair.address, fetch_request, lambda _: None, lambda _: None)
 
 
-def test_idle_connections_are_closed_and_dead_ones_not_used() -> None:
+def test_idle_connections_are_closed_and_dead_ones_not_reused() -> None:
     with ends(link_limits=replace(SMALL_LINKS, idle_s=0.2), limits=replace(SMALL, idle_s=0.1)) as pair:
         for pause_s in (0.0, 0.15, 0.3):
             handle, _ = pair.send(made())
@@ -272,7 +272,7 @@ def test_idle_connections_are_closed_and_dead_ones_not_used() -> None:
         assert until(lambda: pair.sender.connections == 0)
 
 
-def test_it_speaks_ipv6_too() -> None:
+def test_transfer_works_over_ipv6() -> None:
     try:
         sender = KvSender("::1", limits=SMALL)
     except OSError:
@@ -286,14 +286,14 @@ def test_it_speaks_ipv6_too() -> None:
     sender.close()
 
 
-def test_a_fleet_may_name_hosts() -> None:
+def test_fleet_address_may_be_a_host_without_a_port() -> None:
     peer_connections = PeerConnections([("10.0.0.7", 0)])
     assert peer_connections.checked(("10.0.0.7", 4711)) == ("10.0.0.7", 4711)
     with pytest.raises(InputError):
         peer_connections.checked(("10.0.0.8", 4711))
 
 
-def test_a_fetch_can_be_cancelled_and_an_offer_withdrawn() -> None:
+def test_fetch_can_be_cancelled_and_an_offer_withdrawn() -> None:
     with ends() as pair:
         handle, transfer = pair.offer()
         fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
@@ -310,14 +310,14 @@ def test_a_fetch_can_be_cancelled_and_an_offer_withdrawn() -> None:
         assert transfer.state == "attached"
 
 
-def test_a_degree_beyond_the_limit_is_refused() -> None:
+def test_fetch_degree_beyond_the_limit_is_refused() -> None:
     with ends() as pair:
         for degree in (0, 33):
             with pytest.raises(InputError, match="degree"):
                 pair.fetch(new_handle(), degree=degree)
 
 
-def test_a_sender_that_fails_says_why() -> None:
+def test_sender_failure_reaches_the_receiver_with_its_reason() -> None:
     with ends() as pair:
         handle, transfer = pair.offer()
         transfer.put(made()[0])
@@ -335,7 +335,7 @@ def test_a_sender_that_fails_says_why() -> None:
         assert failed.wait(30) == "failed"
 
 
-def test_a_sink_that_raises_ends_the_fetch_and_later_the_transfer() -> None:
+def test_exception_in_the_sink_ends_the_fetch_and_frees_the_transfer() -> None:
     with ends() as pair:
         handle, transfer = pair.send(made(1, 9))
 
@@ -348,7 +348,7 @@ def test_a_sink_that_raises_ends_the_fetch_and_later_the_transfer() -> None:
         assert until(lambda: pair.sender.transfers == 0)
 
 
-def test_a_cache_of_other_tokens_or_another_model_is_not_taken() -> None:
+def test_kv_of_other_tokens_or_another_model_is_refused() -> None:
     for manifest in (
         replace(ABOUT, fingerprint="x" * 32),
         replace(ABOUT, token_hash="00" * 32),
@@ -361,7 +361,7 @@ def test_a_cache_of_other_tokens_or_another_model_is_not_taken() -> None:
                 pair.fetch(handle)
 
 
-def test_shared_memory_is_only_used_by_who_can_prove_to_see_it() -> None:
+def test_shared_memory_is_used_only_after_a_proof_of_access() -> None:
     slots = shared_memory.create(2, 4096)
     if slots is None:
         pytest.skip("no shared memory here")
@@ -383,7 +383,7 @@ def test_shared_memory_is_only_used_by_who_can_prove_to_see_it() -> None:
         slots.close()
 
 
-def test_if_one_side_will_not_share_the_network_is_used() -> None:
+def test_transfer_uses_the_network_if_one_side_disables_shared_memory() -> None:
     sender = KvSender(limits=SMALL, shared_memory=False)
     peer_connections = PeerConnections([sender.address], limits=SMALL_LINKS, shared_memory=True)
     try:
@@ -422,7 +422,7 @@ def secured(folder: Path, server: str, client: str) -> tuple[KvSender, PeerConne
     return sender, PeerConnections([sender.address], limits=SMALL_LINKS, tls=of(client, "client"))
 
 
-def test_tls_carries_the_same_protocol(certificates: Path) -> None:
+def test_transfer_works_over_tls(certificates: Path) -> None:
     sender, peer_connections = secured(certificates, "fleet", "fleet")
     chunks = made(4, 9)
     try:
@@ -451,7 +451,9 @@ def test_tls_carries_the_same_protocol(certificates: Path) -> None:
 
 
 @pytest.mark.parametrize(("server", "client"), [("stranger", "fleet"), ("fleet", "stranger")])
-def test_tls_refuses_strangers_on_either_side(certificates: Path, server: str, client: str) -> None:
+def test_tls_refuses_unknown_certificates_on_either_side(
+    certificates: Path, server: str, client: str
+) -> None:
     sender, peer_connections = secured(certificates, server, client)
     try:
         handle = new_handle()
@@ -472,12 +474,12 @@ def test_tls_refuses_strangers_on_either_side(certificates: Path, server: str, c
         sender.close()
 
 
-def test_bad_certificate_files_are_an_input_error(tmp_path: Path) -> None:
+def test_invalid_certificate_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="tls"):
         server_context(tmp_path / "a", tmp_path / "b", tmp_path / "c")
 
 
-def test_shared_memory_is_bounded_and_what_is_closed_counts_no_more() -> None:
+def test_shared_memory_is_bounded_and_closed_segments_are_not_counted() -> None:
     limits = replace(SMALL_LINKS, shared_bytes=3 * SMALL_LINKS.slots * SMALL_LINKS.piece_bytes)
     peer_connections = PeerConnections([], limits=limits)
     made = [peer_connections.share() for _ in range(4)]
@@ -536,7 +538,7 @@ def child(code: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]
         process.communicate()
 
 
-def test_memory_of_a_killed_receiver_is_swept_and_of_a_living_one_is_not() -> None:
+def test_shared_memory_of_a_killed_receiver_is_removed() -> None:
     mine = shared_memory.create(2, 4096)
     if mine is None:
         pytest.skip("no shared memory here")
@@ -563,7 +565,9 @@ def test_memory_of_a_killed_receiver_is_swept_and_of_a_living_one_is_not() -> No
     mine.close()
 
 
-def test_long_lived_receivers_sweep_too_and_others_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lived_receiver_removes_stale_shared_memory_and_no_other_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if not shared_memory.FOLDER.is_dir():
         pytest.skip("no shared memory here")
     peer_connections = PeerConnections([], limits=SMALL_LINKS)
@@ -586,7 +590,7 @@ def test_long_lived_receivers_sweep_too_and_others_files_stay(monkeypatch: pytes
     peer_connections.close()
 
 
-def test_a_sender_that_stands_still_is_noticed_in_time() -> None:
+def test_frozen_sender_is_detected_within_the_silence_limit() -> None:
     handle = new_handle()
     with child(SENDER, handle) as (process, port):
         address = ("127.0.0.1", int(port))
@@ -615,7 +619,7 @@ def test_a_sender_that_stands_still_is_noticed_in_time() -> None:
         peer_connections.close()
 
 
-def test_a_lone_connection_that_says_nothing_is_replaced_before_the_fetch_is_given_up() -> None:
+def test_silent_connection_is_replaced_before_the_fetch_fails() -> None:
     def harm(connection: int, went: int, data: bytes) -> bytes:
         return b"" if connection == 0 else data  # What the first one says is lost, all of it.
 
@@ -631,7 +635,7 @@ def test_a_lone_connection_that_says_nothing_is_replaced_before_the_fetch_is_giv
 
 
 @pytest.mark.parametrize("degree", [1, 3])
-def test_nothing_is_needed_that_only_linux_has(
+def test_transfer_works_without_linux_specific_features(
     degree: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "nowhere")

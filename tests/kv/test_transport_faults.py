@@ -91,7 +91,7 @@ def insert(data: bytes, i: int) -> bytes:
 
 @pytest.mark.parametrize("act", [corrupt, lose, double, reorder, cut, insert])
 @pytest.mark.parametrize("place", PLACES)
-def test_harm_to_one_connection_costs_no_more_than_that(
+def test_damage_to_one_connection_costs_at_most_that_connection(
     place: str, act: Callable[[bytes, int], bytes | None]
 ) -> None:
     with ends(link_limits=PATIENT, harm=at(PLACES[place], act)) as pair:
@@ -104,7 +104,7 @@ def test_harm_to_one_connection_costs_no_more_than_that(
 
 
 @pytest.mark.parametrize("place", ["first byte", "piece: chunk", "data: within", "next frame"])
-def test_a_connection_that_stalls_is_replaced(place: str) -> None:
+def test_stalled_connection_is_replaced(place: str) -> None:
     with ends(harm=at(PLACES[place], stall)) as pair:
         handle, _ = pair.send(CHUNKS)
         begun_s = time.monotonic()
@@ -116,7 +116,7 @@ def test_a_connection_that_stalls_is_replaced(place: str) -> None:
 
 @pytest.mark.parametrize("act", [corrupt, lose, cut])
 @pytest.mark.parametrize("place", [0, 6, 40, 60, 130, 150])
-def test_harm_to_what_the_receiver_says_costs_a_connection_too(
+def test_damaged_receiver_messages_cost_at_most_a_connection(
     place: int, act: Callable[[bytes, int], bytes | None]
 ) -> None:
     """Greeting and acknowledgements. A damaged greeting is not answered, so it may take the time for silence."""
@@ -127,7 +127,7 @@ def test_harm_to_what_the_receiver_says_costs_a_connection_too(
 
 
 @pytest.mark.parametrize("every", [3000, 30_000])
-def test_harm_that_never_ends_is_an_error_in_time_and_never_wrong_data(every: int) -> None:
+def test_continuous_damage_fails_in_time_without_wrong_data(every: int) -> None:
     def harm(connection: int, went: int, data: bytes) -> bytes | None:
         spot = every - went % every
         return corrupt(data, spot) if spot < len(data) else data
@@ -146,7 +146,7 @@ def test_harm_that_never_ends_is_an_error_in_time_and_never_wrong_data(every: in
         assert got.items() <= RIGHT.items()
 
 
-def test_a_trickle_does_not_outlive_the_deadline() -> None:
+def test_slow_trickle_of_data_ends_at_the_deadline() -> None:
     def harm(connection: int, went: int, data: bytes) -> bytes | None:
         time.sleep(0.3)  # Always something before anybody's patience is over, never enough.
         return data
@@ -159,7 +159,7 @@ def test_a_trickle_does_not_outlive_the_deadline() -> None:
         assert time.monotonic() - begun_s < 0.7 + SLACK_S
 
 
-def test_a_connection_that_is_cut_sends_only_its_pieces_again() -> None:
+def test_cut_connection_resends_only_its_unacknowledged_pieces() -> None:
     """Of three connections, one has to send a second piece; which one is not said."""
     with ends(harm=at(_SECOND + _HEAD + 9, cut, on_any=True)) as pair:
         handle, _ = pair.send(CHUNKS)
@@ -170,7 +170,7 @@ def test_a_connection_that_is_cut_sends_only_its_pieces_again() -> None:
         assert 0 < again <= SMALL.most_unacked * SMALL.piece_bytes
 
 
-def test_frames_of_the_harmed_stream_are_where_the_test_thinks() -> None:
+def test_stream_layout_is_as_the_fault_tests_assume() -> None:
     """The places above are only worth something if the stream looks as assumed."""
     seen = bytearray()
 

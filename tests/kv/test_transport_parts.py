@@ -62,7 +62,7 @@ SMALLEST_PIECE_BYTES = 24
     st.floats(0, 0.4),
     st.randoms(use_true_random=False),
 )
-def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
+def test_every_chunk_is_received_once_under_any_connection_losses(
     layers: int, piece_bytes: int, degree: int, loss: float, draw: random.Random
 ) -> None:
     chunks = made(3, layers)
@@ -119,7 +119,7 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
 @settings(max_examples=25, deadline=None)
 @example([3, 1, 7, 0, 5, 2, 6, 4], 7)
 @given(st.permutations(range(8)), st.integers(SMALLEST_PIECE_BYTES, 700))
-def test_pieces_in_any_order_and_twice_make_the_same_chunk(order: list[int], piece_bytes: int) -> None:
+def test_pieces_in_any_order_and_repeated_make_the_same_chunk(order: list[int], piece_bytes: int) -> None:
     chunk = made()[0]
     encoded_chunk = pack(chunk, piece_bytes)
     load = SendQueue(piece_bytes)
@@ -152,7 +152,7 @@ def test_pieces_off_the_grid_or_beyond_the_window_are_refused(bad: ChunkPiece) -
         receiver.assembly.place(bad, 0)
 
 
-def test_a_chunk_described_in_two_ways_is_refused() -> None:
+def test_chunk_with_contradictory_descriptions_is_refused() -> None:
     receiver = Receiver(4096, 256)
     receiver.assembly.place(piece(0, 256), 0)
     other = ChunkPiece(0, KvChunk(1, "kv", 0, 8, "float32", (8, 2, 2, 4), b""), 512, 256, 256, (0, 0))
@@ -160,7 +160,7 @@ def test_a_chunk_described_in_two_ways_is_refused() -> None:
         receiver.assembly.place(other, 0)
 
 
-def test_a_sound_piece_is_not_written_again_and_a_spoiled_one_is() -> None:
+def test_valid_piece_is_not_rewritten_and_a_corrupted_one_is() -> None:
     receiver = Receiver(4096, 256)
     assert receiver.assembly.place(piece(0, 256), 1) is not None
     assert receiver.assembly.writer(piece(0, 256)) == 1
@@ -172,7 +172,7 @@ def test_a_sound_piece_is_not_written_again_and_a_spoiled_one_is() -> None:
 
 
 @pytest.mark.parametrize("end", [TransferEnd(0, 512), TransferEnd(1, 511), TransferEnd(1, 513)])
-def test_an_end_that_does_not_fit_what_came_is_refused(end: TransferEnd) -> None:
+def test_transfer_end_with_wrong_totals_is_refused(end: TransferEnd) -> None:
     receiver = Receiver(4096, 512)
     receiver.assembly.place(piece(0, 512), 0)
     receiver.assembly.landed(piece(0, 512))
@@ -180,7 +180,7 @@ def test_an_end_that_does_not_fit_what_came_is_refused(end: TransferEnd) -> None
         receiver.assembly.ended(end)
 
 
-def test_acks_for_what_was_never_sent_are_refused() -> None:
+def test_acks_for_unsent_pieces_are_refused() -> None:
     load = SendQueue(64)
     load.open(1 << 20)
     load.join(0, 4)
@@ -191,7 +191,7 @@ def test_acks_for_what_was_never_sent_are_refused() -> None:
             load.ack(0, bad)
 
 
-def test_a_chunk_larger_than_the_window_goes_alone() -> None:
+def test_chunk_larger_than_the_window_is_sent_alone() -> None:
     load = SendQueue(1 << 20)
     load.open(100)
     load.join(0, 4)
@@ -212,7 +212,7 @@ def test_a_chunk_larger_than_the_window_goes_alone() -> None:
         roomy.place(second[0], 0)
 
 
-def test_a_failed_load_tells_every_connection() -> None:
+def test_failed_send_queue_reports_the_problem_once_per_connection() -> None:
     load = SendQueue(64)
     for conn in (0, 1):
         load.join(conn, 4)
@@ -226,7 +226,7 @@ def test_a_failed_load_tells_every_connection() -> None:
     ]
 
 
-def test_a_chunk_must_have_the_bytes_that_its_shape_says() -> None:
+def test_chunk_whose_bytes_contradict_its_shape_is_refused() -> None:
     with pytest.raises(InputError):
         pack(KvChunk(0, "kv", 0, 2, "float16", (2, 2, 1, 4), bytes(31)), 64)
 
@@ -234,7 +234,7 @@ def test_a_chunk_must_have_the_bytes_that_its_shape_says() -> None:
 # Handles.
 
 
-def test_a_handle_is_for_one_session_one_binding_and_a_while() -> None:
+def test_transfer_handle_is_valid_for_one_session_binding_and_time() -> None:
     handles: TransferHandles[str] = TransferHandles()
     handle, mine, other = new_handle(), new_session(), new_session()
     handles.offer(handle, BOUND, "cache", expires_s=10.0)
@@ -248,7 +248,7 @@ def test_a_handle_is_for_one_session_one_binding_and_a_while() -> None:
     assert handles.claim(handle, BOUND, mine, 2.0) is None
 
 
-def test_a_failed_claim_does_not_take_the_handle() -> None:
+def test_failed_claim_does_not_consume_the_handle() -> None:
     handles: TransferHandles[str] = TransferHandles()
     handle = new_handle()
     handles.offer(handle, BOUND, "cache", expires_s=10.0)
@@ -256,7 +256,7 @@ def test_a_failed_claim_does_not_take_the_handle() -> None:
     assert handles.claim(handle, BOUND, new_session(), 0.0) == "cache"
 
 
-def test_handles_are_checked_and_not_offered_twice() -> None:
+def test_invalid_and_repeated_handles_are_refused() -> None:
     handles: TransferHandles[str] = TransferHandles()
     handle = new_handle()
     handles.offer(handle, BOUND, "a", 1.0)
@@ -270,7 +270,7 @@ def test_handles_are_checked_and_not_offered_twice() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.text(max_size=9), st.text(max_size=9), st.text(max_size=9), st.text(max_size=9))
-def test_what_a_handle_is_bound_to_cannot_be_shifted_between_fields(a: str, b: str, c: str, d: str) -> None:
+def test_handle_binding_separates_its_fields(a: str, b: str, c: str, d: str) -> None:
     if (a, b) != (c, d):
         assert bound_to(a, "f" + b, "t") != bound_to(c, "f" + d, "t")
 
@@ -278,11 +278,11 @@ def test_what_a_handle_is_bound_to_cannot_be_shifted_between_fields(a: str, b: s
 # Signals.
 
 
-def test_an_old_kernel_says_nothing() -> None:
+def test_short_tcp_info_of_an_old_kernel_is_ignored() -> None:
     assert parse(bytes(104)) is None
 
 
-def test_a_report_adds_its_connections_up() -> None:
+def test_link_report_sums_its_connections() -> None:
     one = TcpInfo(0.010, 0.004, 2, 50)
     two = TcpInfo(0.030, 0.006, 3, 25)
     result = report("h", [one, None, two], moved_bytes=1000, busy_s=0.5, past_retransmits=7, queued_bytes=5)

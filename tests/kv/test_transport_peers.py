@@ -75,7 +75,7 @@ def answer(address: tuple[str, int], said: bytes, most_s: float = 3.0) -> tuple[
     return text, time.monotonic() - begun_s
 
 
-def test_whatever_is_wrong_with_a_handle_the_answer_is_the_same() -> None:
+def test_every_wrong_handle_gets_the_same_answer() -> None:
     with ends() as pair:
         used, _ = pair.send(CHUNKS)
         pair.fetch(used)
@@ -100,7 +100,7 @@ def test_whatever_is_wrong_with_a_handle_the_answer_is_the_same() -> None:
         assert got == RIGHT
 
 
-def test_a_wrong_handle_is_an_error_within_the_deadline() -> None:
+def test_wrong_handle_fails_within_the_deadline() -> None:
     with ends() as pair:
         begun_s = time.monotonic()
         with pytest.raises(TransferError, match="unknown, has expired, was used"):
@@ -123,14 +123,14 @@ def test_a_wrong_handle_is_an_error_within_the_deadline() -> None:
         frame(Hello(bytes(16), bytes(32), "x" * 43, 0, 1, 1, 1))[:8] + b"\xff" * 8,
     ],
 )
-def test_who_does_not_greet_properly_is_shown_the_door(said: bytes) -> None:
+def test_invalid_greeting_closes_the_connection_without_an_answer(said: bytes) -> None:
     with ends() as pair:
         result, took_s = answer(pair.address, said)
         assert result == b""
         assert took_s < SMALL.hello_s + SLACK_S
 
 
-def test_a_greeting_byte_by_byte_is_cut_off() -> None:
+def test_slow_greeting_is_disconnected() -> None:
     with ends() as pair:
         begun_s = time.monotonic()
         with socket.create_connection(pair.address) as connection, contextlib.suppress(ConnectionError):
@@ -143,7 +143,7 @@ def test_a_greeting_byte_by_byte_is_cut_off() -> None:
         assert time.monotonic() - begun_s < 2 * SMALL.hello_s + SLACK_S
 
 
-def test_a_crowd_at_the_door_is_bounded_and_passes() -> None:
+def test_unauthenticated_connections_are_bounded_and_expire() -> None:
     with ends(limits=replace(SMALL, most_connections=8)) as pair:
         crowd = [socket.create_connection(pair.address) for _ in range(40)]
         assert until(lambda: pair.sender.connections == 8)
@@ -155,7 +155,7 @@ def test_a_crowd_at_the_door_is_bounded_and_passes() -> None:
             one.close()
 
 
-def test_hundreds_wait_on_one_connection_each() -> None:
+def test_transfers_waiting_with_one_connection_each_all_complete() -> None:
     """So many receivers as a sender takes connections: each has more than one only while something comes."""
     most = 60
     with ends(limits=replace(SMALL, most_connections=most)) as pair:
@@ -172,7 +172,7 @@ def test_hundreds_wait_on_one_connection_each() -> None:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_receiver_that_dies_frees_the_senders_memory(reads: bool) -> None:
+def test_dead_receiver_frees_the_sender_memory(reads: bool) -> None:
     with ends() as pair:
         handle, transfer = pair.send(CHUNKS)
         with socket.create_connection(pair.address) as connection:
@@ -186,7 +186,7 @@ def test_a_receiver_that_dies_frees_the_senders_memory(reads: bool) -> None:
             transfer.put(CHUNKS[0])
 
 
-def test_a_receiver_that_stays_and_takes_nothing_loses_its_lease() -> None:
+def test_receiver_that_reads_nothing_loses_its_lease() -> None:
     large = [replace(CHUNKS[0], layer=n) for n in range(400)]
     with ends() as pair:
         handle, transfer = pair.send(large)
@@ -196,7 +196,7 @@ def test_a_receiver_that_stays_and_takes_nothing_loses_its_lease() -> None:
             assert pair.sender.held_bytes == 0
 
 
-def test_a_cache_that_nobody_fetches_is_let_go() -> None:
+def test_unclaimed_transfer_expires() -> None:
     with ends() as pair:
         _, transfer = pair.send(CHUNKS, lasts_s=0.3)
         assert pair.sender.held_bytes > 0
@@ -207,14 +207,14 @@ def test_a_cache_that_nobody_fetches_is_let_go() -> None:
 @pytest.mark.parametrize(
     "lie", [Ack(1000, 0), Ack(0, 1 << 50), TransferEnd(0, 0), Heartbeat(), SenderProblem("x")]
 )
-def test_a_receiver_that_lies_is_cut_off(lie: Message) -> None:
+def test_receiver_with_invalid_messages_is_disconnected(lie: Message) -> None:
     with ends() as pair:
         handle, transfer = pair.send(CHUNKS)
         answer(pair.address, greeting(handle) + frame(lie))
         assert transfer.wait(SMALL.lease_s + SLACK_S) == "gone"
 
 
-def test_a_sender_that_dies_is_reported_at_once() -> None:
+def test_dead_sender_is_reported_at_once() -> None:
     with ends() as pair:
         handle, _ = pair.offer()
         problem: list[Exception] = []
@@ -237,7 +237,7 @@ def test_a_sender_that_dies_is_reported_at_once() -> None:
         assert timed[0] - died_s < SLACK_S
 
 
-def test_nobody_there_is_reported_at_once() -> None:
+def test_unreachable_sender_is_reported_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
     peer_connections = PeerConnections([address], limits=SMALL_LINKS)
@@ -347,7 +347,7 @@ LIES: dict[str, Callable[[Hello], bytes]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES)
-def test_a_sender_that_lies_is_an_error_in_time(lie: str) -> None:
+def test_invalid_sender_messages_fail_in_time(lie: str) -> None:
     with liar(lambda connection, hello: connection.sendall(LIES[lie](hello))) as try_it:
         begun_s = time.monotonic()
         with pytest.raises(PotluckError):
@@ -356,7 +356,7 @@ def test_a_sender_that_lies_is_an_error_in_time(lie: str) -> None:
 
 
 @pytest.mark.parametrize("first", [b"", None])
-def test_beats_for_ever_end_at_the_deadline(first: bytes | None) -> None:
+def test_endless_heartbeats_end_at_the_deadline(first: bytes | None) -> None:
     def script(connection: socket.socket, hello: Hello) -> None:
         connection.sendall(opened(hello) if first is None else first)
         for _ in range(60):
@@ -367,7 +367,7 @@ def test_beats_for_ever_end_at_the_deadline(first: bytes | None) -> None:
         try_it(0.6)
 
 
-def test_data_byte_by_byte_ends_at_the_deadline() -> None:
+def test_data_sent_byte_by_byte_ends_at_the_deadline() -> None:
     def script(connection: socket.socket, hello: Hello) -> None:
         connection.sendall(opened(hello))
         for byte in large(0):
@@ -429,7 +429,7 @@ def late(pair: Ends, handle: str, session: bytes, piece_bytes: int = 4096) -> It
         one.connection.close()
 
 
-def test_a_connection_that_joins_while_all_is_well_is_opened() -> None:
+def test_connection_that_joins_a_running_transfer_is_opened() -> None:
     thinking = threading.Event()
 
     def opened(have: int) -> KvManifest:
@@ -492,7 +492,7 @@ def _withdrawn(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
 
 
 @pytest.mark.parametrize("ending", [_fetched, _failed, _engine_failed, _gone, _withdrawn])
-def test_whoever_joins_after_the_end_gets_an_answer(
+def test_connection_that_joins_after_the_end_gets_an_answer(
     ending: Callable[[Ends, str, bytes], OutgoingTransfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ends() as pair:
@@ -507,7 +507,7 @@ def test_whoever_joins_after_the_end_gets_an_answer(
         monkeypatch.setattr(pair.sender, "_forget", forgotten)
 
 
-def test_a_connection_whose_fetch_is_done_elsewhere_is_not_kept_for_ever() -> None:
+def test_connection_of_a_finished_fetch_is_closed() -> None:
     with ends() as pair:
         handle, session = new_handle(), new_session()
         transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
@@ -521,7 +521,7 @@ def test_a_connection_whose_fetch_is_done_elsewhere_is_not_kept_for_ever() -> No
             assert second.closed
 
 
-def test_a_receiver_that_takes_smaller_pieces_gets_them() -> None:
+def test_receiver_with_a_smaller_piece_limit_gets_smaller_pieces() -> None:
     with ends(limits=replace(SMALL, piece_bytes=1 << 14), link_limits=SMALL_LINKS) as pair:
         handle, transfer = pair.offer()
         for chunk in SENT[:4]:  # Cut and checked before anybody came.
@@ -542,7 +542,7 @@ def test_a_receiver_that_takes_smaller_pieces_gets_them() -> None:
         assert pair.sender.limits.piece_bytes == 1 << 14
 
 
-def test_all_connections_of_a_fetch_agree_on_their_pieces() -> None:
+def test_all_connections_of_a_fetch_use_the_same_piece_size() -> None:
     with ends(limits=replace(SMALL, piece_bytes=1 << 15)) as pair:
         handle, session = new_handle(), new_session()
         pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
@@ -557,7 +557,7 @@ def test_all_connections_of_a_fetch_agree_on_their_pieces() -> None:
             assert sizes == {1 << 14}
 
 
-def test_pieces_that_are_too_small_do_not_take_the_handle() -> None:
+def test_connection_with_too_small_pieces_does_not_consume_the_handle() -> None:
     with ends() as pair:
         handle, _ = pair.send(SENT)
         with late(pair, handle, new_session(), 16) as tiny:
@@ -569,7 +569,7 @@ def test_pieces_that_are_too_small_do_not_take_the_handle() -> None:
 
 
 @pytest.mark.parametrize("most_bytes", [4096, 5000, 8192, 1 << 20])
-def test_a_load_that_is_cut_anew_gives_out_every_byte_once(most_bytes: int) -> None:
+def test_send_queue_with_a_changed_piece_size_sends_every_byte_once(most_bytes: int) -> None:
     load = SendQueue(8192)
     load.put(pack(SENT[0], 8192))
     load.cut(most_bytes)

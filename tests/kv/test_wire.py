@@ -114,7 +114,7 @@ MESSAGES = st.one_of(
 @given(
     st.lists(pieces() | MESSAGES.map(lambda one: (one, b"")), max_size=6), st.randoms(use_true_random=False)
 )
-def test_any_stream_cut_anywhere_is_read_as_it_was_written(
+def test_frames_are_read_as_written_for_any_chunking(
     sent: list[tuple[Message, bytes]], draw: random.Random
 ) -> None:
     raw = b"".join(frame(message) + data for message, data in sent)
@@ -129,7 +129,7 @@ def test_any_stream_cut_anywhere_is_read_as_it_was_written(
 
 @settings(max_examples=40, deadline=None)
 @given(pieces() | MESSAGES.map(lambda one: (one, b"")), st.data())
-def test_a_changed_bit_before_the_data_never_passes(sent: tuple[Message, bytes], data: st.DataObject) -> None:
+def test_changed_bit_in_a_frame_header_is_detected(sent: tuple[Message, bytes], data: st.DataObject) -> None:
     raw = bytearray(frame(sent[0]))
     place = data.draw(st.integers(0, 8 * len(raw) - 1))
     raw[place // 8] ^= 1 << place % 8
@@ -143,7 +143,7 @@ def test_a_changed_bit_before_the_data_never_passes(sent: tuple[Message, bytes],
 
 @settings(max_examples=40, deadline=None)
 @given(pieces(), st.data())
-def test_a_changed_bit_in_the_data_changes_its_sums(
+def test_changed_bit_in_the_data_changes_its_checksum(
     sent: tuple[ChunkPiece, bytes], data: st.DataObject
 ) -> None:
     raw = bytearray(sent[1])
@@ -155,7 +155,7 @@ def test_a_changed_bit_in_the_data_changes_its_sums(
 
 @settings(max_examples=40, deadline=None)
 @given(MESSAGES | pieces().map(lambda one: one[0]), st.data())
-def test_a_stream_that_is_cut_short_is_noticed(message: Message, data: st.DataObject) -> None:
+def test_truncated_stream_is_detected(message: Message, data: st.DataObject) -> None:
     raw = frame(message)
     reader = FrameReader()
     assert reader.feed(raw[: data.draw(st.integers(1, len(raw) - 1))]) == []
@@ -176,7 +176,7 @@ def piece_head(**changes: int) -> bytes:
     return struct.pack("<IHBBBBHIIQQIQQ", *values) + struct.pack("<4I", 4, 2, 2, 8)
 
 
-def test_the_made_up_head_is_right_before_it_is_made_wrong() -> None:
+def test_piece_header_of_the_refusal_tests_is_valid() -> None:
     ((message, _),) = FrameReader().feed(sealed(wire.PIECE, piece_head(), 64) + bytes(64))
     assert isinstance(message, ChunkPiece)
     assert (message.count, message.chunk.dtype) == (64, "float32")
@@ -202,7 +202,7 @@ def test_the_made_up_head_is_right_before_it_is_made_wrong() -> None:
         {"codec": 1},
     ],
 )
-def test_a_piece_that_contradicts_itself_is_refused(change: dict[str, int]) -> None:
+def test_contradictory_piece_header_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(FormatError):
         FrameReader().feed(sealed(wire.PIECE, piece_head(**change), 64) + bytes(64))
 
@@ -224,7 +224,7 @@ def test_a_piece_that_contradicts_itself_is_refused(change: dict[str, int]) -> N
         sealed(wire.HELLO, bytes(20)),
     ],
 )
-def test_a_frame_that_cannot_be_right_is_refused(raw: bytes) -> None:
+def test_invalid_frame_is_refused(raw: bytes) -> None:
     with pytest.raises(FormatError):
         FrameReader().feed(raw)
 
@@ -240,20 +240,20 @@ def test_a_frame_that_cannot_be_right_is_refused(raw: bytes) -> None:
         (0, 1, 0, 4, 0, 2, 7, 0),
     ],
 )
-def test_a_part_that_cannot_be_is_refused(change: tuple[int, ...]) -> None:
+def test_invalid_hello_partition_is_refused(change: tuple[int, ...]) -> None:
     hello = frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 4096, 1))
     head = hello[PREFIX.size : -14] + struct.pack("<HHHHHHBB", *change)
     with pytest.raises(FormatError):
         FrameReader().feed(sealed(wire.HELLO, head))
 
 
-def test_a_length_beyond_the_cap_is_refused_before_its_bytes_are_waited_for() -> None:
+def test_frame_length_beyond_the_limit_is_refused_before_its_data() -> None:
     raw = struct.pack("<4sBBHII", wire.MAGIC, wire.VERSION, wire.PIECE, 84, 2**32 - 1, 0)
     with pytest.raises(FormatError, match="too large"):
         FrameReader().feed(raw)
 
 
-def test_random_bytes_never_do_worse_than_a_format_error() -> None:
+def test_random_bytes_raise_only_format_errors() -> None:
     """The short sister of benchmarks/kv_fuzz.py: sound streams with bytes changed, cut, doubled and made up."""
     draw = random.Random(7)
     sound = [
@@ -283,7 +283,7 @@ def by_hand(data: bytes) -> tuple[int, int]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 3 * 8 * ROW), st.integers(0, 9))
-def test_the_checksum_is_what_the_document_says(start: bytes, middle: int, rest: int) -> None:
+def test_checksum_equals_its_documented_definition(start: bytes, middle: int, rest: int) -> None:
     data = start + random.Random(middle).randbytes(middle) + bytes(range(rest))
     assert checksum.sums(data) == by_hand(data)
 
@@ -293,7 +293,7 @@ def test_the_checksum_is_what_the_document_says(start: bytes, middle: int, rest:
     middle=st.sampled_from((0, 1, 8 * ROW, 64 * ROW + 8)),
     rest=st.binary(max_size=40),
 )
-def test_what_is_copied_has_the_same_checksum(start: bytes, middle: int, rest: int) -> None:
+def test_checksum_while_copying_equals_the_definition(start: bytes, middle: int, rest: int) -> None:
     data = start + random.Random(middle).randbytes(middle) + rest
     into = bytearray(b"\xff" * len(data))
     assert checksum.copied(data, memoryview(into)) == by_hand(data)
@@ -303,7 +303,7 @@ def test_what_is_copied_has_the_same_checksum(start: bytes, middle: int, rest: i
 @pytest.mark.parametrize(
     "size", [0, 5, 8, 4096, 4099, checksum.READ_BYTES + 4104, 3 * checksum.READ_BYTES + 1]
 )
-def test_what_is_received_has_the_same_checksum(size: int) -> None:
+def test_checksum_while_receiving_equals_the_definition(size: int) -> None:
     data = random.Random(size).randbytes(size)
     one, two = socket.socketpair()
     with one, two:
@@ -315,7 +315,7 @@ def test_what_is_received_has_the_same_checksum(size: int) -> None:
         assert into == data
 
 
-def test_a_connection_that_ends_early_says_how_much_came() -> None:
+def test_receive_from_a_closed_connection_returns_the_received_size() -> None:
     one, two = socket.socketpair()
     with one, two:
         one.sendall(bytes(5000))
@@ -325,7 +325,7 @@ def test_a_connection_that_ends_early_says_how_much_came() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=20, unique=True), st.data())
-def test_words_that_change_places_are_noticed(words: list[int], data: st.DataObject) -> None:
+def test_swapped_words_change_the_checksum(words: list[int], data: st.DataObject) -> None:
     i = data.draw(st.integers(0, len(words) - 2))
     j = data.draw(st.integers(i + 1, len(words) - 1))
     swapped = list(words)
@@ -343,7 +343,7 @@ def aged(raw: bytes) -> bytes:
     return raw[:PLACE] + bytes([VERSION + 7]) + raw[PLACE + 1 :]
 
 
-def test_a_sender_answers_in_its_own_version() -> None:
+def test_sender_answers_another_version_in_its_own() -> None:
     hello = frame(Hello(bytes(16), BOUND, new_handle(), 0, 1 << 17, 4096, 100))
     with ends() as pair, socket.create_connection(pair.address, timeout=5.0) as connection:
         connection.sendall(aged(hello))
@@ -353,7 +353,7 @@ def test_a_sender_answers_in_its_own_version() -> None:
     assert prefix.kind
 
 
-def test_a_receiver_gives_up_soon_and_names_both() -> None:
+def test_receiver_fails_soon_and_names_both_versions() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     received: list[bytes] = []
 
@@ -380,7 +380,7 @@ def test_a_receiver_gives_up_soon_and_names_both() -> None:
     assert len(received) == 2, "what is said twice is meant; no use to try again"
 
 
-def test_only_another_version_is_hopeless() -> None:
+def test_only_another_version_is_not_retried() -> None:
     assert issubclass(OtherVersion, FormatError)
     with pytest.raises(FormatError) as message:
         read_prefix(b"HTTP" + bytes(PREFIX.size - 4))
