@@ -48,7 +48,7 @@ def one_line(folder: Path, *words: str) -> None:
     assert all(word in text for word in words), text
 
 
-def test_a_directory_runs_as_the_tensors_it_was_made_of(folder: Path) -> None:
+def test_checkpoint_folder_runs_like_the_tensors_it_was_saved_from(folder: Path) -> None:
     engine = start(folder)
     memory = Runner(KINDS["hybrid"], RandomSource(1), SIZE)
     tokens = prompt(40)
@@ -60,7 +60,7 @@ def test_a_directory_runs_as_the_tensors_it_was_made_of(folder: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_a_file_cut_short_is_found_out(
+def test_truncated_weight_file_is_refused_in_one_line(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     copy = tmp_path_factory.mktemp("cut")
@@ -72,7 +72,7 @@ def test_a_file_cut_short_is_found_out(
 
 @settings(max_examples=25)
 @given(st.integers(0, 3000), st.binary(min_size=1, max_size=8))
-def test_a_damaged_header_is_one_line_or_harmless(
+def test_damaged_weight_header_is_refused_in_one_line_or_harmless(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, place: int, noise: bytes
 ) -> None:
     copy = tmp_path_factory.mktemp("noise")
@@ -100,7 +100,7 @@ def edited(folder: Path, copy: Path, edit: dict[str, torch.Tensor | None]) -> Pa
     return copy
 
 
-def test_missing_misshapen_and_endless_tensors_are_named(folder: Path, tmp_path: Path) -> None:
+def test_missing_misshapen_and_non_finite_tensors_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     one_line(edited(folder, tmp_path / "a", {name: None}), name, "no tensor")
     one_line(edited(folder, tmp_path / "b", {name: torch.zeros(3, 4)}), name, "[3, 4]", "[64, 64]")
@@ -108,7 +108,7 @@ def test_missing_misshapen_and_endless_tensors_are_named(folder: Path, tmp_path:
     one_line(edited(folder, tmp_path / "d", {name: torch.zeros(64, 64, dtype=torch.int8)}), name, "int8")
 
 
-def test_several_files_with_an_index(folder: Path, tmp_path: Path) -> None:
+def test_weights_in_several_files_with_an_index_are_read(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     files = {name: f"part-{index % 3}.safetensors" for index, name in enumerate(names)}
@@ -133,7 +133,7 @@ def test_several_files_with_an_index(folder: Path, tmp_path: Path) -> None:
         one_line(tmp_path, "index.json")
 
 
-def test_a_stage_reads_its_own_layers_only() -> None:
+def test_pipeline_stage_reads_only_its_own_layers() -> None:
     class Spy(RandomSource):
         taken: list[str] = []  # noqa: RUF012
 
@@ -149,7 +149,7 @@ def test_a_stage_reads_its_own_layers_only() -> None:
     assert not any("layers.0" in name for name in Spy.taken)
 
 
-def test_fingerprints_tell_weights_and_models_apart(tmp_path: Path) -> None:
+def test_fingerprints_differ_between_weights_and_models(tmp_path: Path) -> None:
     config, other = KINDS["hybrid"], KINDS["full"]
     weights = ReferenceModel(config, RandomSource(1)).tensors()
     changed = {**weights, "model.norm.weight": weights["model.norm.weight"] + 1e-3}
@@ -173,12 +173,12 @@ def test_fingerprints_tell_weights_and_models_apart(tmp_path: Path) -> None:
         ('{"model_type": "llama"}', "core.Model"),
     ],
 )
-def test_a_bad_configuration_is_one_line(tmp_path: Path, text: str, word: str) -> None:
+def test_invalid_config_json_is_refused_in_one_line(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "config.json").write_text(text)
     one_line(tmp_path, word)
 
 
-def test_a_directory_without_files_is_one_line(tmp_path: Path) -> None:
+def test_folder_without_model_files_is_refused_in_one_line(tmp_path: Path) -> None:
     one_line(tmp_path, "config.json")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="safetensors"):
@@ -186,7 +186,7 @@ def test_a_directory_without_files_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
+def test_both_forms_of_rope_settings_are_read(tmp_path: Path) -> None:
     """The files of published models have rope_theta beside rope_scaling; transformers writes rope_parameters."""
     make("llama-llama3-rope", tmp_path)
     config, _ = load(tmp_path)
@@ -219,7 +219,7 @@ def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
         LinearAttention("gated_delta", 2, 2, 16, 16),
     ],
 )
-def test_layers_that_cannot_be_run_are_refused_at_once(part: FullAttention | LinearAttention) -> None:
+def test_unsupported_layers_are_refused_when_the_model_is_read(part: FullAttention | LinearAttention) -> None:
     ffn = KINDS["full"].model.layers[0].ffn
     model = Model("odd", BASE["hidden_size"], 10, (Layer(FANCY, ffn), Layer(part, ffn)), 64)
     with pytest.raises(InputError, match="^layer 1: .*cannot be run"):
@@ -292,7 +292,7 @@ def configure(folder: Path, **values: Any) -> None:
         ("llama", "tensor", "_scale", None),
     ],
 )
-def test_eight_bits_run_as_the_numbers_they_stand_for(
+def test_fp8_weights_run_like_their_dequantized_values(
     family: str, way: str, suffix: str, scheme: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     make(family, tmp_path / "whole")
@@ -321,7 +321,7 @@ def test_eight_bits_run_as_the_numbers_they_stand_for(
 
 @settings(max_examples=40)
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(["tensor", "row", "block"]), st.booleans())
-def test_every_shape_of_scales(rows: int, columns: int, way: str, flat: bool) -> None:
+def test_fp8_scales_of_every_shape_are_applied(rows: int, columns: int, way: str, flat: bool) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) + 0.01
     small, scales, meant = pressed(weight, way)
     block = (24, 20) if way == "block" else None
@@ -330,7 +330,7 @@ def test_every_shape_of_scales(rows: int, columns: int, way: str, flat: bool) ->
     assert torch.equal(brought_back(small, scales, block, "w", "here"), meant)
 
 
-def test_a_scale_that_is_no_number_is_found_out() -> None:
+def test_non_finite_scale_is_refused() -> None:
     weight = torch.ones(2, 2).to(torch.float8_e4m3fn)
     with pytest.raises(FormatError, match="^here: the scale of w is not finite"):
         brought_back(weight, torch.tensor(torch.nan), None, "w", "here")
@@ -354,7 +354,7 @@ def test_a_scale_that_is_no_number_is_found_out() -> None:
         [],
     ],
 )
-def test_other_small_weights_are_refused_in_one_line(scheme: object, tmp_path: Path) -> None:
+def test_unsupported_quantization_is_refused_in_one_line(scheme: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", "hidden_size": 32, "quantization_config": scheme})
     )
@@ -366,7 +366,7 @@ def test_other_small_weights_are_refused_in_one_line(scheme: object, tmp_path: P
     assert "\n" not in str(caught.value)
 
 
-def test_modelopts_own_file_is_read_by_both(tmp_path: Path) -> None:
+def test_modelopt_quantization_file_is_read_by_catalog_and_engine(tmp_path: Path) -> None:
     values = {"model_type": "llama", "hidden_size": 32, "vocab_size": 9, "num_hidden_layers": 1}
     values |= {"num_attention_heads": 2, "intermediate_size": 8, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(values))

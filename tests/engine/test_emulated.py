@@ -80,7 +80,7 @@ def run(pacer: StepPacer, fake: FakeTime, tokens: Sequence[int], work_s: float, 
     st.floats(0.0, 0.05),
     st.floats(0.25, 8.0),
 )
-def test_steps_last_as_long_as_predicted_and_errors_do_not_add_up(
+def test_emulated_steps_last_as_predicted_without_accumulating_error(
     tokens: list[int], work_share: float, over_s: float, speed_up: float
 ) -> None:
     fake = FakeTime(over_s)
@@ -93,13 +93,13 @@ def test_steps_last_as_long_as_predicted_and_errors_do_not_add_up(
     assert np.all(np.array(ends) <= due + over_s + 1e-9)
 
 
-def test_a_pause_between_steps_is_not_made_up_for() -> None:
+def test_idle_time_between_emulated_steps_is_not_recovered() -> None:
     fake = FakeTime()
     pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.1)
     assert run(pacer, fake, [1, 1], 0.2, gap_s=5.0) == [101.0, pytest.approx(107.0)]
 
 
-def test_steps_that_are_too_slow_are_counted_and_not_slept_for() -> None:
+def test_late_emulated_steps_are_counted_without_sleeping() -> None:
     fake = FakeTime()
     pacer = StepPacer(Fixed(), 4.0, fake.clock, fake.sleep)
     run(pacer, fake, [1, 8, 1], work_s=0.5, gap_s=0.0)
@@ -110,7 +110,7 @@ def test_steps_that_are_too_slow_are_counted_and_not_slept_for() -> None:
     assert pacer.notes()["emulated_late_steps"] == 2
 
 
-def test_steps_tell_how_much_longer_than_the_gpu_this_machine_computes() -> None:
+def test_emulation_reports_the_ratio_of_computed_to_predicted_time() -> None:
     """Three times as long, however much of it the step before had left: that one is counted with it."""
     fake = FakeTime()
     pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep)
@@ -121,7 +121,7 @@ def test_steps_tell_how_much_longer_than_the_gpu_this_machine_computes() -> None
     assert quick.notes()["emulated_took_s"] == pytest.approx(quick.predicted_s)
 
 
-def test_what_is_too_slow_for_good_is_not_made_up_for_without_end() -> None:
+def test_lateness_to_recover_is_bounded() -> None:
     fake = FakeTime()
     pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.0)
     run(pacer, fake, [1] * 50, work_s=2.0, gap_s=0.0)
@@ -132,7 +132,7 @@ def test_what_is_too_slow_for_good_is_not_made_up_for_without_end() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=12))
-def test_steps_as_perf_sees_them(shapes: list[tuple[int, int]]) -> None:
+def test_step_works_convert_to_perf_step_batches(shapes: list[tuple[int, int]]) -> None:
     result = steps_of([SequenceWork(row, start, [0] * new) for row, (new, start) in enumerate(shapes)])
     assert result.tokens[0] == sum(new for new, _ in shapes)
     decodes = [start for new, start in shapes if new == 1 and start]
@@ -141,7 +141,7 @@ def test_steps_as_perf_sees_them(shapes: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("speed_up", [1.0, 10.0])
-def test_an_executor_says_the_same_and_takes_the_gpus_time(speed_up: float) -> None:
+def test_paced_executor_gives_equal_tokens_in_the_predicted_time(speed_up: float) -> None:
     fake, alone = FakeTime(), local(HYBRID)
     timer = roofline(LLAMA, A10, 1)
     pacer = StepPacer(timer, speed_up, fake.clock, fake.sleep, host_s=0.0)
@@ -159,7 +159,7 @@ def test_an_executor_says_the_same_and_takes_the_gpus_time(speed_up: float) -> N
     assert paced.notes()["emulated_late_steps"] == 0
 
 
-def test_layers_go_out_over_the_step() -> None:
+def test_paced_layers_are_sent_evenly_over_the_step() -> None:
     fake, alone = FakeTime(), local(HYBRID)
     timer = roofline(LLAMA, A10, 1)
     paced = LocalExecutor(alone.runner, alone.size, StepPacer(timer, 1.0, fake.clock, fake.sleep))
@@ -175,7 +175,7 @@ def test_layers_go_out_over_the_step() -> None:
     assert [seen[layer] for layer in range(5)] == pytest.approx([whole * part / 5 for part in range(1, 6)])
 
 
-def test_kv_crosses_at_the_pace_of_the_card() -> None:
+def test_emulated_kv_transfer_takes_the_time_of_the_network_card() -> None:
     fake = FakeTime()
     pace = EmulatedNic(LLAMA, 8, AlphaBeta(0.5, 1e9), 2.0, fake.clock)
     chunks = [KvChunk(layer, "kv", 0, 100, "float32", (1,), b"") for layer in range(8)]
@@ -190,7 +190,7 @@ def test_kv_crosses_at_the_pace_of_the_card() -> None:
     assert alpha_beta(A10.network_gbps).beta_bytes_per_s < A10.network_gbps * 1e9 / 8
 
 
-def test_an_engine_sends_at_the_pace_of_the_card() -> None:
+def test_emulated_engine_sends_kv_at_the_bandwidth_of_its_card() -> None:
     service = service_of(
         made(emulate="A10:llama-3.1-8b"), EngineSettings(max_running=4, token_budget=64), name="x"
     )
@@ -201,7 +201,7 @@ def test_an_engine_sends_at_the_pace_of_the_card() -> None:
     assert due_s[-1] - began >= kv_bytes(LLAMA, 512) / alpha_beta(A10.network_gbps).beta_bytes_per_s > 0.01
 
 
-def test_capacity_follows_the_gpu() -> None:
+def test_emulated_kv_blocks_follow_the_gpu_memory() -> None:
     """Llama-3.1-8B leaves an A10 (24 GB, 0.9 usable, 16.06 GB of weights) a few GB of KV of 131072 bytes a token."""
     blocks = emulated_blocks(LLAMA, A10, 1)
     assert 20_000 < blocks * BLOCK_TOKENS < 45_000
@@ -217,7 +217,7 @@ def test_capacity_follows_the_gpu() -> None:
         *("A10:llama-9", "A10:llama-3.1-8b:2", "A10:x:y:z"),
     ],
 )
-def test_emulations_that_make_no_sense(text: str) -> None:
+def test_invalid_emulations_are_refused(text: str) -> None:
     with pytest.raises(InputError):
         emulation(text)
 
@@ -228,7 +228,7 @@ def made(**flags: object) -> Executor:
     return make(PLAIN, RandomSource(SEED), SIZE, "cpu")
 
 
-def test_flags_make_an_executor(tmp_path: Path) -> None:
+def test_serve_options_select_the_executor(tmp_path: Path) -> None:
     assert isinstance(made(), LocalExecutor)
     paced = made(emulate="A10:llama-3.1-8b")
     assert isinstance(paced, LocalExecutor)
@@ -238,7 +238,7 @@ def test_flags_make_an_executor(tmp_path: Path) -> None:
     assert made(emulate="A10:llama-3.1-8b", kv_blocks=SIZE.blocks).size == SIZE
 
 
-def test_one_process_acts_as_a_whole_pipeline() -> None:
+def test_emulated_engine_in_one_process_has_the_pace_of_its_pipeline() -> None:
     """At the pace of a round through all stages, as the mock of the same layout has it."""
     stages = (Stage(20, (StageNode("1xA10", 1),)), Stage(12, (StageNode("1xL4", 1),)))
     text = json.dumps(encode(EmulatedReplica("Llama-3.1-8B", Layout(stages))))
@@ -256,7 +256,7 @@ def test_one_process_acts_as_a_whole_pipeline() -> None:
         made(emulate=text, stages="1,2")
 
 
-def test_flags_that_make_no_executor(tmp_path: Path) -> None:
+def test_invalid_secret_file_is_refused(tmp_path: Path) -> None:
     short = tmp_path / "secret"
     short.write_text("short\n")
     for file, says in (
@@ -268,7 +268,7 @@ def test_flags_that_make_no_executor(tmp_path: Path) -> None:
             made(stages="1,2@127.0.0.1:9", secret_file=file)
 
 
-def test_speed_up_must_be_positive() -> None:
+def test_emulation_speed_up_must_be_positive() -> None:
     for speed_up in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="speed"):
             emulation("A10:llama-3.1-8b", speed_up)
@@ -276,7 +276,7 @@ def test_speed_up_must_be_positive() -> None:
             StepPacer(Fixed(), speed_up)
 
 
-def test_a_pipeline_of_unlike_gpus() -> None:
+def test_emulated_pipeline_assigns_layers_and_weights_by_gpu() -> None:
     """Each worker acts as its GPU with its share of layers, and gets requests by its speed."""
     like = emulation("A10,L4+A10:llama-3.1-8b", speed_up=50.0)
     first, second = like.stages(parse_stages("1,2x2"))

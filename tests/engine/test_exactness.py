@@ -41,7 +41,7 @@ LENGTH = 600  # Beyond the places (256, 384, 512) where sums over the context ar
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_of_any_size_give_the_same_logits(kind: str) -> None:
+def test_logits_do_not_depend_on_chunk_sizes(kind: str) -> None:
     engine, tokens = runner(KINDS[kind]), prompt(LENGTH)
     row = opened(engine, LENGTH)
     whole = run(engine, row, tokens, [LENGTH])
@@ -59,7 +59,7 @@ def test_chunks_of_any_size_give_the_same_logits(kind: str) -> None:
     engine.tables.check()
 
 
-def test_a_chunk_that_leaves_one_query_over() -> None:
+def test_chunk_that_leaves_one_query_gives_equal_logits() -> None:
     """torch's attention takes 32 queries at a time: the last of 33 is by itself."""
     engine, tokens = runner(KINDS["latent"]), prompt(99)
     row = opened(engine, 99)
@@ -68,7 +68,7 @@ def test_a_chunk_that_leaves_one_query_over() -> None:
     assert same(run(engine, opened(engine, 99), tokens, [33] * 3), whole)
 
 
-def test_widths_of_a_model_that_ships() -> None:
+def test_logits_of_a_wide_model_do_not_depend_on_chunk_sizes() -> None:
     """Wide enough that the library has several ways to multiply, which differ for 1, 7 and 64 rows."""
     layer = Layer(FullAttention(8, 4, 32, 32), DenseFfn(704))
     engine = runner(EngineModelConfig(Model("wide", 256, 1000, (layer, layer), 1024)))
@@ -107,7 +107,7 @@ def neighbours(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_change_nothing(kind: str) -> None:
+def test_logits_do_not_depend_on_other_requests_in_the_batch(kind: str) -> None:
     engine, tokens = runner(KINDS[kind]), prompt(150, seed=3)
     row = opened(engine, 150)
     whole = run(engine, row, tokens, [150])
@@ -118,7 +118,7 @@ def test_neighbours_change_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
-def test_scattered_blocks_change_nothing(kind: str) -> None:
+def test_logits_do_not_depend_on_block_placement(kind: str) -> None:
     """With rows that outgrow their home, blocks are gathered instead of read in place."""
     tokens = prompt(300, seed=4)
     roomy = runner(KINDS[kind])
@@ -132,14 +132,14 @@ def test_scattered_blocks_change_nothing(kind: str) -> None:
     assert same(run(tight, row, tokens, [100, 1, 1, 98, *[1] * 100]), whole)
 
 
-def test_functions_round_alike_at_every_place() -> None:
+def test_activation_functions_do_not_depend_on_position_in_the_tensor() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 4
     for function in (sigmoid, silu, softplus):
         for count in range(1, 40):
             assert torch.equal(torch.cat([function(part) for part in x.split(count)]), function(x))
 
 
-def test_functions_are_what_they_are_called() -> None:
+def test_exact_functions_equal_those_of_torch() -> None:
     x = torch.linspace(-30, 30, 601)
     torch.testing.assert_close(sigmoid(x), torch.sigmoid(x))
     torch.testing.assert_close(silu(x), torch.nn.functional.silu(x), atol=1e-6, rtol=1e-6)
@@ -151,7 +151,7 @@ def test_functions_are_what_they_are_called() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 30), st.integers(1, 30))
-def test_products_per_head_are_products(tokens: int, heads: int, inner: int, outer: int) -> None:
+def test_per_head_products_equal_einsum(tokens: int, heads: int, inner: int, outer: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, heads, inner, generator=generator)
     weight = torch.randn(heads, inner, outer, generator=generator)
@@ -161,7 +161,7 @@ def test_products_per_head_are_products(tokens: int, heads: int, inner: int, out
 
 
 @given(st.integers(0, 5000))
-def test_columns_are_rounded_up_so_that_sums_are_cut_alike(column: int) -> None:
+def test_padded_column_count_keeps_partial_sums_aligned(column: int) -> None:
     """As exact.py says: the last part of a call is one sum or whole, and stays so for all who share the call."""
     padded = padded_columns(column + 1)
     assert column < padded <= column + PART
@@ -174,7 +174,7 @@ PAIRS, STRIPS = FILLINGS[1:]
 Odd = Callable[[int], bool]
 
 
-def test_platforms_that_are_meant_to_work_are_exact() -> None:
+def test_supported_platforms_are_exact() -> None:
     """Elsewhere the other tests compare up to rounding, and the engine says so."""
     known = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
     if known or torch.backends.mkl.is_available():
@@ -224,7 +224,7 @@ def _rows(mm: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> 
     ],
     ids=["all alike", "one row", "parts of strips", "hopeless"],
 )
-def test_the_cheapest_way_that_holds_is_taken(
+def test_cheapest_exact_padding_is_selected(
     library: Callable[[Odd], None],
     odd: Odd,
     expected: exact.RowPadding | None,
@@ -245,7 +245,7 @@ def test_the_cheapest_way_that_holds_is_taken(
 @pytest.mark.parametrize(
     ("filling", "rows"), [(PLAIN, {1: 2, 33: 34}), (PAIRS, {1: 2, 33: 34}), (STRIPS, {1: 16, 2: 16, 33: 48})]
 )
-def test_queries_are_filled_up_as_rows_are(
+def test_attention_queries_are_padded_like_product_rows(
     filling: exact.RowPadding, rows: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library may treat a block of them apart, as it may rows of a product."""
@@ -263,7 +263,7 @@ def test_queries_are_filled_up_as_rows_are(
         assert asked.pop() == rows.get(count, count)
 
 
-def test_a_model_is_exact_with_a_library_that_treats_single_rows_apart(
+def test_model_is_exact_on_a_library_that_rounds_single_rows_differently(
     library: Callable[[Odd], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exact, "SHAPES", ((64, 20),))
@@ -276,7 +276,7 @@ def test_a_model_is_exact_with_a_library_that_treats_single_rows_apart(
 
 @pytest.mark.parametrize("way", FILLINGS, ids=lambda way: way.name)
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17])
-def test_rows_that_are_added_change_nothing(way: exact.RowPadding, rows: int) -> None:
+def test_padded_rows_do_not_change_products(way: exact.RowPadding, rows: int) -> None:
     x, weight, bias, added = (torch.randn(*shape) for shape in ((rows, 24), (24, 40), (40,), (rows, 40)))
     made = matrix.PaddedMatrix(weight, way)
     torch.testing.assert_close(matrix.product(x, made), x @ weight)
@@ -286,11 +286,11 @@ def test_rows_that_are_added_change_nothing(way: exact.RowPadding, rows: int) ->
     assert way.rows(rows) >= rows
 
 
-def test_a_gpu_promises_nothing() -> None:
+def test_gpu_device_is_reported_as_not_exact() -> None:
     assert exactness(torch.device("cuda"), torch.float32) == Exactness(False, "plain")
 
 
-def test_a_pipeline_is_as_exact_as_its_workers() -> None:
+def test_pipeline_exactness_is_that_of_all_its_workers() -> None:
     yes, no = Exactness(True, "plain"), Exactness(False, "plain")
     assert together([yes, yes]) == yes
     assert together([yes, no]) == no

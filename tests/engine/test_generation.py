@@ -37,7 +37,7 @@ def written(folder: Path, values: object) -> Path:
         ({"do_sample": None, "temperature": None, "top_k": -1}, (), SamplingDefaults()),
     ],
 )
-def test_what_the_file_says_counts(
+def test_generation_config_sets_end_tokens_and_sampling_defaults(
     tmp_path: Path, values: dict[str, Any], ends: tuple[int, ...], defaults: SamplingDefaults
 ) -> None:
     assert read_generation(tmp_path) == GenerationConfig()
@@ -55,14 +55,16 @@ def test_what_the_file_says_counts(
         ({"do_sample": 1}, "generation_config.json: do_sample"),
     ],
 )
-def test_what_cannot_be_meant_is_one_line(tmp_path: Path, values: object, words: str) -> None:
+def test_invalid_generation_config_is_refused_in_one_line(tmp_path: Path, values: object, words: str) -> None:
     with pytest.raises(PotluckError) as caught:
         read_generation(written(tmp_path, values))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_done_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_generation_settings_are_reported_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written(tmp_path, {"repetition_penalty": 1.05, "num_beams": 4, "typical_p": 0.9, "guidance_scale": None})
     generation = generation_of(tmp_path)
     assert generation.defaults.repetition_penalty == 1.05
@@ -88,7 +90,7 @@ async def said(folder: Path, **fields: Any) -> tuple[str, str]:
     return reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]
 
 
-async def test_requests_that_do_not_say_get_the_models_defaults(tmp_path: Path) -> None:
+async def test_requests_without_sampling_fields_use_the_model_defaults(tmp_path: Path) -> None:
     save(tmp_path, KINDS["full"], ReferenceModel(KINDS["full"], RandomSource(1)).tensors())
 
     greedy, why = await said(tmp_path, temperature=0)

@@ -38,7 +38,7 @@ def pair(config: EngineModelConfig) -> tuple[Runner, Runner]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fixed_shapes_give_the_same_logits(name: str) -> None:
+def test_fixed_shape_steps_give_equal_logits(name: str) -> None:
     plain, fixed = pair(MODELS[name])
     lengths = [3, 70, 17, 130, 40]
     for engine in (plain, fixed):
@@ -65,7 +65,7 @@ def test_fixed_shapes_give_the_same_logits(name: str) -> None:
     assert plain.tables.lengths == fixed.tables.lengths
 
 
-def test_steps_that_follow_tables_give_the_same_logits() -> None:
+def test_paged_attention_steps_give_equal_logits() -> None:
     """As full layers on a GPU do, here in plain words."""
     plain, paged = runner(MODELS["mixed"]), runner(MODELS["mixed"])
     paged.cache.followed = True
@@ -103,14 +103,14 @@ def matrices_in(thing: object, known: set[int]) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_of_weights_are_aligned_on_a_gpu(name: str) -> None:
+def test_weight_rows_are_aligned_for_gpus(name: str) -> None:
     """A product with a slice of wider rows falls back to a kernel several times as slow."""
     matrices = list(matrices_in(layers_on_no_device(KINDS[name]), set()))
     assert len(matrices) >= 4 * KINDS[name].model.layer_count
     assert all(matrix.is_contiguous() or matrix.T.is_contiguous() for matrix in matrices)
 
 
-def test_small_steps_are_taken() -> None:
+def test_small_steps_are_accepted_for_recording() -> None:
     _, fixed = pair(MODELS["full"])
     graphs = fixed._graphs
     assert graphs is not None
@@ -124,7 +124,7 @@ def test_small_steps_are_taken() -> None:
     assert not graphs.takes([SequenceWork(row, 5, [1]) for row in range(21)])
 
 
-def test_a_step_that_does_not_go_on_is_refused() -> None:
+def test_fixed_shape_step_that_does_not_continue_its_rows_is_refused() -> None:
     _, fixed = pair(MODELS["full"])
     row = opened(fixed, 20)
     fixed.step([SequenceWork(row, 0, prompt(9))])
@@ -134,7 +134,7 @@ def test_a_step_that_does_not_go_on_is_refused() -> None:
             fixed.step(wrong)
 
 
-def test_no_request_pays_for_what_is_made_at_first_use(caplog: pytest.LogCaptureFixture) -> None:
+def test_warm_up_records_every_step_shape(caplog: pytest.LogCaptureFixture) -> None:
     _, fixed = pair(MODELS["full"])
     executor = LocalExecutor(fixed, RunnerSize(fixed.tables.rows, 60, 256, 128))
     with caplog.at_level("INFO"):
@@ -145,18 +145,18 @@ def test_no_request_pays_for_what_is_made_at_first_use(caplog: pytest.LogCapture
     assert caplog.messages == ["19 of 19 shapes of steps are ready"]
 
 
-def test_what_chooses_on_the_way_is_not_recorded() -> None:
+def test_models_with_data_dependent_steps_are_not_recorded() -> None:
     models = {name: KINDS[name].model for name in ("full", "linear", "full-fancy", "latent")}
     recorded = [name for name, model in models.items() if recordable(model, 0, model.layer_count)]
     assert recorded == ["full", "linear"]
     assert not recordable(KINDS["full"].model, 0, 1)
 
 
-def test_the_samples_have_every_family() -> None:
+def test_gpu_check_samples_cover_every_model_family() -> None:
     assert set(BASES) == set(FAMILIES)
 
 
-def test_norms_of_heads_run_in_sixteen_bits(
+def test_gpu_check_passes_in_16_bits_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(exact, "_found", lambda dtype, threads: exact.PLAIN)  # a GPU is not asked either
@@ -167,7 +167,9 @@ def test_norms_of_heads_run_in_sixteen_bits(
     assert kinds == ["float32 launched", "bfloat16 launched", "bfloat16 recorded", *handed]
 
 
-def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_check_detects_a_wrong_norm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     honest = exact.rms_norm
 
     def careless(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -181,7 +183,7 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_norm_with_a_weight_for_each_head(dtype: torch.dtype) -> None:
+def test_rms_norm_accepts_a_weight_per_head(dtype: torch.dtype) -> None:
     chance = torch.Generator().manual_seed(1)
     x, weight = torch.randn(7, 3, 16, generator=chance), torch.randn(3, 16, generator=chance)
     expected = exact.rms_norm(x.to(dtype).float(), weight.to(dtype).float(), 1e-5)

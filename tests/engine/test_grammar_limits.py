@@ -102,7 +102,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-async def test_expensive_schemas_leave_the_engine_and_other_requests_unharmed() -> None:
+async def test_expensive_schemas_do_not_affect_the_engine_or_other_requests() -> None:
     async with face(service()) as one:
         assert (await one.post("/v1/completions", formatted(GOOD)))[0] == 200
         before = memory_bytes()
@@ -126,14 +126,14 @@ async def test_expensive_schemas_leave_the_engine_and_other_requests_unharmed() 
         await one.until_idle()
 
 
-def test_recursive_schema_still_works(grammars: Grammars) -> None:
+def test_recursive_schema_is_compiled(grammars: Grammars) -> None:
     tree = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}}
     guide = grammars.compiled(json.dumps(tree))
     guide.consume(TEXT.encode('{"kids": ['))
     assert any(guide.allowed())
 
 
-def test_trial_without_memory_or_time_is_killed_alone(trials: GrammarTrials) -> None:
+def test_schema_trial_beyond_memory_or_time_is_killed_alone(trials: GrammarTrials) -> None:
     assert trials.check(json.dumps(GOOD)) < TRIAL_MAX_MEMORY_BYTES
     server = trials.pid
     for schema in (UNLIMITED, INTERSECTED):  # memory, then processor time
@@ -147,7 +147,7 @@ def test_trial_without_memory_or_time_is_killed_alone(trials: GrammarTrials) -> 
     assert trials.pid == server, "the server of trials lives on, with its tokenizer"
 
 
-def test_trial_server_that_died_is_replaced(trials: GrammarTrials) -> None:
+def test_dead_trial_server_is_restarted(trials: GrammarTrials) -> None:
     trials.check(json.dumps(GOOD))
     before = trials.pid
     assert before is not None
@@ -161,7 +161,7 @@ def test_trial_server_that_died_is_replaced(trials: GrammarTrials) -> None:
     trials.check(json.dumps(GOOD))
 
 
-def test_trial_server_that_cannot_be_started_is_no_fault_of_the_schema(
+def test_trial_server_that_cannot_start_gives_503_not_400(
     monkeypatch: pytest.MonkeyPatch, grammars: Grammars
 ) -> None:
     monkeypatch.setattr(grammar_trial.sys, "executable", "/nowhere/python")
@@ -175,7 +175,7 @@ def test_trial_server_that_cannot_be_started_is_no_fault_of_the_schema(
         broken.check("{}")
 
 
-def test_refused_schema_is_not_tried_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_schema_is_not_compiled_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     check, now_s = GrammarTrials.check, [100.0]
 
@@ -199,7 +199,7 @@ def test_refused_schema_is_not_tried_again(grammars: Grammars, monkeypatch: pyte
     assert tried[2:] == ['{"title":"killed"}'], "the machine may have been too busy for it"
 
 
-async def test_schemas_that_wait_are_bounded_and_known_ones_do_not_wait(
+async def test_waiting_schemas_are_bounded_and_compiled_ones_do_not_wait(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logit_edits, "GRAMMARS_MAX_WAITING", 3)
@@ -223,7 +223,7 @@ async def test_schemas_that_wait_are_bounded_and_known_ones_do_not_wait(
     assert all([await item for item in waiting[1:]])
 
 
-def test_kept_grammars_are_bounded_in_memory(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_bounded_in_memory(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logit_edits, "GRAMMARS_MAX_KEPT_BYTES", 1)
     for n in range(3):
         grammars.compiled(f'{{"title":"{n}"}}')
@@ -279,7 +279,7 @@ SCHEMAS = st.recursive(
 @pytest.mark.slow
 @given(SCHEMAS)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_schema_within_limits_compiles_or_is_refused_and_memory_stays_bounded(schema: dict[str, Any]) -> None:
+def test_any_schema_within_limits_is_compiled_or_refused_in_bounded_memory(schema: dict[str, Any]) -> None:
     text = json.dumps(schema)
     try:
         check_json_schema(schema, "f")

@@ -61,7 +61,7 @@ def whole(engine: Runner) -> tuple[Tensor, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "window", "latent", "linear", "hybrid"])
-def test_every_cut_in_two_gives_the_same_tokens(kind: str) -> None:
+def test_transferred_cache_at_every_cut_gives_equal_tokens(kind: str) -> None:
     """The hybrid has all kinds of layers and is cut at every third token, the others at every seventh. Behind every
     seventh cut, and near the end, all the rest is computed, behind the others the next tokens."""
     sender, receiver = runner(KINDS[kind]), runner(KINDS[kind])
@@ -84,7 +84,7 @@ def test_every_cut_in_two_gives_the_same_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
-def test_only_what_the_receiver_lacks_crosses(kind: str) -> None:
+def test_only_tokens_missing_at_the_receiver_are_transferred(kind: str) -> None:
     sender, receiver = runner(KINDS[kind]), runner(KINDS[kind])
     expected, _ = whole(receiver)
     source, row = opened(sender, LENGTH), opened(receiver, LENGTH)
@@ -100,7 +100,7 @@ def test_only_what_the_receiver_lacks_crosses(kind: str) -> None:
         )
 
 
-def test_stages_hand_over_their_own_layers() -> None:
+def test_pipeline_stages_transfer_their_own_layers() -> None:
     config = KINDS["hybrid"]
     expected, _ = whole(runner(config))
     ranges = [(0, 1), (1, 4)]
@@ -136,7 +136,7 @@ def broken(cargo: list[KvChunk]) -> dict[str, list[KvChunk]]:
 
 
 @pytest.mark.parametrize("kind", ["full", "linear", "hybrid"])
-def test_what_is_wrong_with_a_chunk_is_one_line_and_harms_nobody(kind: str) -> None:
+def test_invalid_chunk_is_refused_in_one_line_without_side_effects(kind: str) -> None:
     sender, receiver = runner(KINDS[kind]), runner(KINDS[kind])
     expected, _ = whole(receiver)
     source = opened(sender, LENGTH)
@@ -157,7 +157,7 @@ def test_what_is_wrong_with_a_chunk_is_one_line_and_harms_nobody(kind: str) -> N
     assert same(run(receiver, row, TOKENS[90:], [LENGTH]), expected[90:])
 
 
-def test_a_hand_over_of_another_model_or_other_tokens_is_refused() -> None:
+def test_kv_of_another_model_or_other_tokens_is_refused() -> None:
     engine = runner(KINDS["full"])
     row = engine.tables.open()
     good = manifest(engine, TOKENS, 0, 90)
@@ -174,7 +174,7 @@ def test_a_hand_over_of_another_model_or_other_tokens_is_refused() -> None:
     IncomingHandover(engine, row, good, TOKENS)
 
 
-def test_what_a_row_does_not_hold_cannot_be_sent() -> None:
+def test_kv_that_a_row_does_not_hold_cannot_be_sent() -> None:
     engine = runner(KINDS["hybrid"])
     row = opened(engine, LENGTH)
     run(engine, row, TOKENS[:90], [90])
@@ -189,7 +189,7 @@ def piece(first: int, stop: int, layer: int = 0, part: str = "kv") -> KvChunk:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(0, 20), st.randoms())
-def test_pieces_make_a_whole_in_any_order(sizes: list[int], start: int, random: object) -> None:
+def test_chunks_of_a_layer_complete_it_in_any_order(sizes: list[int], start: int, random: object) -> None:
     stops = [start]
     for size in sizes:
         stops.append(stops[-1] + size)
@@ -218,7 +218,7 @@ def test_pieces_make_a_whole_in_any_order(sizes: list[int], start: int, random: 
         (piece(0, 10, part="latent"), "is not expected"),
     ],
 )
-def test_what_is_not_missing_is_refused(wrong: KvChunk, says: str) -> None:
+def test_unexpected_chunk_is_refused(wrong: KvChunk, says: str) -> None:
     books = MissingParts({(0, "kv"): (0, 30)})
     books.take(piece(10, 20))
     with pytest.raises(FormatError, match=says):
@@ -226,7 +226,7 @@ def test_what_is_not_missing_is_refused(wrong: KvChunk, says: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_crosses_step_by_step(kind: str) -> None:
+def test_row_transferred_step_by_step_continues_exactly(kind: str) -> None:
     """The receiver goes on exactly as if it had computed all of it."""
     tokens = prompt(300)
     one, two = harness(kind), harness(kind)
@@ -256,7 +256,7 @@ def run_to(runner, row, tokens, start, stop):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("kind", ["full", "latent", "hybrid"])
-def test_kv_leaves_with_each_chunk_and_not_with_the_last_one_only(kind: str) -> None:
+def test_kv_is_sent_after_each_prefill_chunk(kind: str) -> None:
     engine = harness(kind, chunk=50, budget=50)
     key = engine.submit(prompt(300), stop=290)
     engine.loop.attach(key, 0, engine.now_s)
@@ -271,7 +271,7 @@ def test_kv_leaves_with_each_chunk_and_not_with_the_last_one_only(kind: str) -> 
     assert engine.end(key).reason == "handed_on"
 
 
-def test_who_attaches_late_gets_what_was_computed_before() -> None:
+def test_late_receiver_gets_the_kv_computed_before() -> None:
     engine = harness("full", chunk=50, budget=50)
     key = engine.submit(prompt(300), stop=290)
     engine.turn()
@@ -292,7 +292,7 @@ def sent(engine: LoopHarness, key: int) -> int:
 
 @pytest.mark.parametrize("kind", ["full", "window", "hybrid"])
 @pytest.mark.parametrize("since", [0, 7])
-def test_pieces_of_a_pretended_cache_weigh_as_much_as_the_whole(kind: str, since: int) -> None:
+def test_mock_kv_chunks_have_the_size_of_the_whole(kind: str, since: int) -> None:
     model: Model = KINDS[kind].model
     kv_transfer = MockKvTransfer(KvSizes(model), AlphaBeta(0.0, 1e9))
     stops = (since, 100, 400, 430, 431)
@@ -306,7 +306,7 @@ def test_pieces_of_a_pretended_cache_weigh_as_much_as_the_whole(kind: str, since
 
 
 @given(st.lists(st.integers(1, 40 << 20), max_size=30))
-def test_layers_go_together_in_their_order_up_to_a_size(sizes: list[int]) -> None:
+def test_host_copies_are_batched_in_layer_order_up_to_a_size(sizes: list[int]) -> None:
     some = list(batches(sizes, lambda size: size))
     assert [size for batch in some for size in batch] == sizes
     assert all(len(batch) == 1 or sum(batch) <= pinned.PIECE_BYTES for batch in some)
@@ -314,9 +314,7 @@ def test_layers_go_together_in_their_order_up_to_a_size(sizes: list[int]) -> Non
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(0, 3))
-def test_layers_that_come_in_pieces_are_whole_when_the_last_one_is_there(
-    random: object, count: int, start: int
-) -> None:
+def test_layer_pieces_are_complete_when_the_last_one_arrives(random: object, count: int, start: int) -> None:
     wanted = {layer: _Expected("kv", start, torch.float32, (7, 2, 2, 3)) for layer in range(count)}
     values = {layer: torch.randn(7, 2, 2, 3) for layer in wanted}
     pieces = [
@@ -331,7 +329,7 @@ def test_layers_that_come_in_pieces_are_whole_when_the_last_one_is_there(
         assert torch.equal(part.view(item.shape), values[layer])
 
 
-def test_memory_is_lent_again_once_nobody_looks_at_it() -> None:
+def test_pinned_memory_is_reused_once_unreferenced() -> None:
     pool = pinned.PinnedPool(1)
     first = pool.take(100)
     place = first.data_ptr()

@@ -125,7 +125,7 @@ def said(reply: Any) -> tuple[str, str]:
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
 
-async def test_an_object_ends_when_it_is_whole_or_is_cut_by_max_tokens() -> None:
+async def test_json_answer_ends_when_complete_or_at_max_tokens() -> None:
     async with face(words_service()) as one:
         body = formatted(ENTRY, temperature=0)
         _, reply = await one.post("/v1/completions", body)
@@ -161,7 +161,9 @@ def in_stages(workers: Sequence[tuple[str, int]]) -> Any:
 @pytest.mark.slow
 @pytest.mark.skipif(not EXACT, reason="needs products that are exact")
 @pytest.mark.parametrize("name", WAYS)
-async def test_every_way_gives_the_same(name: str, workers: list[tuple[str, int]]) -> None:
+async def test_json_answer_is_the_same_over_every_route_and_resumption(
+    name: str, workers: list[tuple[str, int]]
+) -> None:
     """Whole; handed over at several cuts; gone on with behind every token; in a pipeline; among others."""
     way, output = WAYS[name], 14
 
@@ -233,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_what_cannot_be_kept_is_one_line_that_names_it() -> None:
+async def test_unsupported_format_is_refused_by_field() -> None:
     async with face(words_service()) as one:
         for body, says in REFUSED:
             for stream in (False, True):
@@ -253,7 +255,9 @@ async def test_what_cannot_be_kept_is_one_line_that_names_it() -> None:
         await one.until_idle()
 
 
-async def test_an_engine_without_the_library_or_without_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_without_llguidance_or_tokenizer_refuses_formats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
 
     async with face(words_service()) as one:
@@ -266,7 +270,7 @@ async def test_an_engine_without_the_library_or_without_text_says_so(monkeypatch
         assert (status, "has not a tokenizer" in reply["error"]["message"]) == (400, True)
 
 
-async def test_a_grammar_is_compiled_once_and_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grammar_is_compiled_once_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     where: list[str] = []
     compile_ = Grammars._compile
 
@@ -283,7 +287,9 @@ async def test_a_grammar_is_compiled_once_and_beside_the_event_loop(monkeypatch:
     assert where[0].startswith("grammars")
 
 
-async def test_a_grammar_that_fails_midway_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grammar_failure_during_generation_ends_only_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     allowed = JsonGuide.allowed
 
     def sick(self: JsonGuide) -> bytes:
@@ -304,7 +310,7 @@ async def test_a_grammar_that_fails_midway_ends_its_request_alone(monkeypatch: p
         await one.until_idle()
 
 
-async def test_a_mock_engine_keeps_a_format_too() -> None:
+async def test_mock_engine_answers_follow_a_json_schema() -> None:
     schema = {"type": "array", "items": {"enum": ["sea", "king", 7]}, "minItems": 2, "maxItems": 3}
     service = mock_engine(WORDS, LLAMA_ON_A100, EngineSettings(), name="tiny", kv=TRIAL)
 
@@ -316,7 +322,7 @@ async def test_a_mock_engine_keeps_a_format_too() -> None:
             jsonschema.validate(json.loads(said(reply)[0]), schema)
 
 
-def test_several_ends_end_a_grammar() -> None:
+def test_grammar_allows_every_end_token_after_a_complete_value() -> None:
     guide = Grammars(TEXT, TEXT.vocab, frozenset({0, 300})).compiled(ANY_OBJECT)
     guide.consume(TEXT.encode("{}"))
     bits = int.from_bytes(guide.allowed(), "little")

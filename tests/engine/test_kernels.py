@@ -34,7 +34,7 @@ def _exp(source, target, count):  # type: ignore[no-untyped-def]
         vector.store(target + place, vector.exp(vector.load(source + place)))
 
 
-def test_exp_is_exp() -> None:
+def test_vectorised_exp_is_within_rounding_of_exp() -> None:
     x = np.linspace(-86.9, 87.9, 64000, dtype=np.float32)
     result = np.empty_like(x)
     _exp(x.ctypes.data, result.ctypes.data, len(x))
@@ -53,7 +53,7 @@ def short(*shape: int, seed: int) -> torch.Tensor:
 @needs_tiles
 @settings(max_examples=25)
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 150), st.integers(-20, 20))
-def test_products_are_as_exact_as_float32(rows: int, depth: int, width: int, exponent: int) -> None:
+def test_tiled_products_are_within_float32_rounding(rows: int, depth: int, width: int, exponent: int) -> None:
     weight = short(width, 32 * depth, seed=width)
     matrix = across(weight)
     assert isinstance(matrix, TiledMatrix)
@@ -71,7 +71,7 @@ def test_products_are_as_exact_as_float32(rows: int, depth: int, width: int, exp
 
 
 @needs_tiles
-def test_other_weights_are_left_to_torch() -> None:
+def test_unsupported_weights_are_not_tiled() -> None:
     weight = torch.randn(64, 64)
     assert not isinstance(across(weight), TiledMatrix)
     assert not isinstance(across(weight.bfloat16().float()[:, :40]), TiledMatrix)
@@ -81,7 +81,7 @@ def test_other_weights_are_left_to_torch() -> None:
 
 @needs_tiles
 @pytest.mark.parametrize("rows", [1, 16, 45])
-def test_the_feed_forward_part(rows: int) -> None:
+def test_feed_forward_kernel_equals_its_separate_operations(rows: int) -> None:
     up, down = short(256, 64, seed=1), short(64, 128, seed=2)
     packed, lowered = across(up), across(down)
     assert isinstance(packed, TiledMatrix)
@@ -96,7 +96,7 @@ def test_the_feed_forward_part(rows: int) -> None:
     assert torch.equal(feed_forward(x[-1:], norm, packed, lowered), result[-1:])
 
 
-def test_norms_of_rows_that_lie_apart() -> None:
+def test_norm_of_strided_rows_equals_torch() -> None:
     wide, weight = torch.randn(9, 96), torch.rand(48)
     result = rms_norm(wide[:, 16:64], weight, 1e-4)
     torch.testing.assert_close(result, torch.nn.functional.rms_norm(wide[:, 16:64], (48,), weight, 1e-4))
@@ -157,7 +157,7 @@ class Paged:
     st.sampled_from([0, 0, 1, 24, 100]),
     st.integers(0, 1000),
 )
-def test_attention_is_attention(
+def test_attention_kernel_equals_the_reference_for_any_batch(
     shape: tuple[int, int], dim: int, lengths: list[int], window: int, seed: int
 ) -> None:
     groups, kv_heads = shape
@@ -182,7 +182,7 @@ def test_attention_is_attention(
         assert np.array_equal(paged.attend(packed[one], rows[one], places[one], window)[0], result[token])
 
 
-def test_what_is_kept_can_be_collected() -> None:
+def test_cached_keys_and_values_are_read_back() -> None:
     paged = Paged(2, 32, [40, 7], seed=3)
     rows, places = np.repeat([0, 1], [40, 7]), np.concatenate([np.arange(40), np.arange(7)])
     paged.put(rows, places, 2, np.zeros((47, 64), np.float32))
@@ -193,7 +193,7 @@ def test_what_is_kept_can_be_collected() -> None:
     assert np.array_equal(out, np.concatenate(expected, 1))
 
 
-def test_the_delta_rule_token_by_token() -> None:
+def test_delta_rule_kernel_equals_the_token_by_token_formula() -> None:
     chance = np.random.default_rng(0)
     tokens, heads, key_dim, value_dim = 12, 2, 8, 32
     query, key = chance.standard_normal((2, tokens, heads, key_dim)).astype(np.float32)
@@ -243,7 +243,7 @@ LIKE_THE_SHIPPED = EngineModelConfig(
 
 
 @pytest.mark.parametrize("name", ["shipped", "full-fancy", "hybrid"])
-def test_models_of_16_bits_may_be_cut_anywhere(name: str) -> None:
+def test_models_with_16_bit_weights_do_not_depend_on_chunk_sizes(name: str) -> None:
     config = LIKE_THE_SHIPPED if name == "shipped" else KINDS[name]
     engine = Runner(config, Short(), RunnerSize(4, 200, 1024))
     tokens = prompt(150, seed=2)
@@ -254,7 +254,7 @@ def test_models_of_16_bits_may_be_cut_anywhere(name: str) -> None:
         engine.tables.close(row)
 
 
-def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_do_not_depend_on_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Runner(LIKE_THE_SHIPPED, Short(), RunnerSize(4, 200, 1024))
     tokens = prompt(150, seed=2)
     alone = run(engine, opened(engine, 150), tokens, [100] + [1] * 50)
@@ -264,7 +264,7 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 5))
-def test_threads_share_all_of_the_work(count: int, parts: int) -> None:
+def test_thread_ranges_cover_all_work_once(count: int, parts: int) -> None:
     done = [0] * count
 
     def some(begin: int, stop: int) -> None:
@@ -275,7 +275,7 @@ def test_threads_share_all_of_the_work(count: int, parts: int) -> None:
     assert done == [1] * count
 
 
-def test_what_goes_wrong_in_a_thread_is_heard_of() -> None:
+def test_exception_in_a_worker_thread_is_raised() -> None:
     def some(begin: int, stop: int) -> None:
         if begin:
             raise ValueError("here")
@@ -284,7 +284,7 @@ def test_what_goes_wrong_in_a_thread_is_heard_of() -> None:
         matrix.over_threads(4, 2, some)
 
 
-def test_code_on_disk_is_of_all_files() -> None:
+def test_cached_machine_code_depends_on_all_source_files() -> None:
     """A change of vector.py alone must not leave old code of attention.py in use."""
     cache_file = getattr(attention.attend, "_cache")._cache_file  # noqa: B009
     assert {name for name, _, _ in cache_file._source_stamp} >= {"vector.py", "attention.py"}

@@ -27,12 +27,12 @@ def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-def test_no_chunk_matters(kind: str, chunk: int) -> None:
+def test_tokens_do_not_depend_on_chunk_size(kind: str, chunk: int) -> None:
     assert harness(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == alone(kind, LENGTH, OUTPUT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_do_not_matter(kind: str) -> None:
+def test_tokens_do_not_depend_on_other_requests(kind: str) -> None:
     engine, chance, keys = harness(kind), random.Random(3), list[int]()
     for place in range(17):
         if place == 8:
@@ -46,7 +46,7 @@ def test_neighbours_do_not_matter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_preemption_does_not_matter(kind: str) -> None:
+def test_tokens_do_not_depend_on_preemption(kind: str) -> None:
     # The important one grows into what the other has.
     engine = harness(kind, blocks=22)
     mine = engine.submit(prompt(LENGTH), 40)
@@ -60,7 +60,7 @@ def test_preemption_does_not_matter(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("turns", [0, 2, 5, 99])
 @pytest.mark.parametrize("cut", [1, 50, 64, LENGTH])
-def test_a_hand_over_does_not_matter(kind: str, turns: int, cut: int) -> None:
+def test_tokens_do_not_depend_on_a_kv_transfer(kind: str, turns: int, cut: int) -> None:
     first, second = harness(kind, chunk=40), harness(kind)
     source, other = first.submit(prompt(LENGTH), stop=cut), first.submit(prompt(20, 1), 12)
     target = second.submit(prompt(LENGTH), OUTPUT, start=cut)
@@ -72,7 +72,7 @@ def test_a_hand_over_does_not_matter(kind: str, turns: int, cut: int) -> None:
     assert second.loop.idle
 
 
-def test_a_gpu_hands_on_no_more_than_receivers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_copied_to_the_host_is_bounded_by_its_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_loop, "MOST_HOST_BYTES", 1)
     engine = harness("full", rows=22)  # Two may hand on at once.
     keys = [engine.submit(prompt(40, place), stop=40) for place in range(5)]
@@ -90,7 +90,7 @@ def test_a_gpu_hands_on_no_more_than_receivers_take(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
-def test_neither_do_three_segments(kind: str) -> None:
+def test_tokens_do_not_depend_on_two_kv_transfers(kind: str) -> None:
     one, two, three = harness(kind), harness(kind), harness(kind)
     a = one.submit(prompt(LENGTH), stop=37)
     b = two.submit(prompt(LENGTH), start=37, stop=120)
@@ -101,7 +101,7 @@ def test_neither_do_three_segments(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cached_prefix_does_not_matter(kind: str) -> None:
+def test_tokens_do_not_depend_on_a_cached_prefix(kind: str) -> None:
     engine = harness(kind, prefix_bytes=10_000_000)
     assert engine.answer(prompt(LENGTH), OUTPUT) == alone(kind, LENGTH, OUTPUT)
     again = engine.submit(prompt(LENGTH), OUTPUT)
@@ -117,7 +117,7 @@ def test_a_cached_prefix_does_not_matter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
-def test_what_the_receiver_has_does_not_cross(kind: str) -> None:
+def test_prefix_cached_at_the_receiver_is_not_transferred(kind: str) -> None:
     first, second = harness(kind), harness(kind, prefix_bytes=10_000_000)
     second.answer(prompt(LENGTH), 1)
     source = first.submit(prompt(LENGTH), stop=LENGTH)
@@ -128,7 +128,7 @@ def test_what_the_receiver_has_does_not_cross(kind: str) -> None:
     assert all(chunk.first >= 100 for chunk in sent if chunk.part in ("kv", "latent"))
 
 
-def test_a_small_cache_forgets_and_is_never_wrong() -> None:
+def test_small_prefix_cache_evicts_without_wrong_tokens() -> None:
     for kind, room in (("full", 60_000), ("hybrid", 200_000)):
         engine = harness(kind, prefix_bytes=room, chunk=32, max_running=2)
         chance = random.Random(4)
@@ -149,7 +149,7 @@ def test_a_small_cache_forgets_and_is_never_wrong() -> None:
         assert engine.loop.counters.prefix_hits > 0
 
 
-def test_draws_depend_on_seed_and_position_only() -> None:
+def test_sampled_tokens_depend_on_seed_and_position_only() -> None:
     sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
     single = harness("full").answer(prompt(40), 20, sampling=sampling)
     crowd = harness("full", chunk=9)
@@ -160,7 +160,7 @@ def test_draws_depend_on_seed_and_position_only() -> None:
     assert harness("full").answer(prompt(40) + single[:8], 12, sampling=sampling) == single[8:]
 
 
-def test_an_end_token_ends() -> None:
+def test_end_token_ends_the_answer() -> None:
     whole = alone("full", 40, 20)
     engine = harness("full")
     key = engine.submit(prompt(40), 20, ends=frozenset({whole[5]}))
@@ -169,7 +169,7 @@ def test_an_end_token_ends() -> None:
     assert engine.end(key).reason == "stop"
 
 
-def test_the_important_go_first() -> None:
+def test_requests_run_in_order_of_priority() -> None:
     engine = harness("full", max_running=1, rows=4)
     keys = [engine.submit(prompt(20, n), 5, priority=n) for n in range(3)]
     engine.run()
@@ -178,7 +178,7 @@ def test_the_important_go_first() -> None:
 
 
 @pytest.mark.parametrize("kind", ["full-fancy", "latent"])
-def test_rows_that_lie_in_any_order_do_not_matter(kind: str) -> None:
+def test_tokens_do_not_depend_on_row_order_in_memory(kind: str) -> None:
     # The long one takes the home of the last, whose block then lies before that of the one before it.
     engine, plain = harness(kind, blocks=8, rows=4, max_running=2), harness(kind)
     lengths = (70, 5, 6, 7)
@@ -193,7 +193,7 @@ def test_rows_that_lie_in_any_order_do_not_matter(kind: str) -> None:
         assert plain.answer([*prompt(length, row), 9], 1) == [choice.token]
 
 
-def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
+def test_random_cancellations_leak_no_blocks() -> None:
     chance = random.Random(8)
     engine = harness("hybrid", blocks=120, rows=8, max_running=5, chunk=30, prefix_bytes=100_000, lease_s=0.2)
     keys = []
@@ -224,7 +224,7 @@ def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
     assert {"length", "cancelled", "error"} <= {engine.end(key).reason for key in keys}
 
 
-def test_a_lease_ends() -> None:
+def test_unclaimed_prefill_segment_ends_with_its_lease() -> None:
     engine = harness("full", lease_s=1.0)
     key = engine.submit(prompt(40), stop=40)
     engine.run()
@@ -237,7 +237,7 @@ def test_a_lease_ends() -> None:
         engine.loop.attach(key, 0, engine.now_s)
 
 
-def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
+def test_lost_worker_fails_only_its_own_requests() -> None:
     engine = harness("full")
     keys = [engine.submit(prompt(20, n), 10) for n in range(3)]
     engine.turn()
@@ -255,7 +255,7 @@ def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
     assert engine.tokens(keys[2]) == alone("full", 20, 10, 2)
 
 
-def test_a_prefix_that_cannot_be_read_out_is_not_kept_and_harms_nobody() -> None:
+def test_prefix_that_cannot_be_exported_is_not_kept() -> None:
     engine = harness("full", prefix_bytes=1_000_000)
 
     def gone(*_: object) -> object:
@@ -273,7 +273,7 @@ def test_a_prefix_that_cannot_be_read_out_is_not_kept_and_harms_nobody() -> None
     engine.loop.check()
 
 
-def test_no_worker_for_a_cache_that_comes_in_ends_that_request_only() -> None:
+def test_missing_worker_for_incoming_kv_fails_only_that_request() -> None:
     engine = harness("full")
     begun, key = engine.submit(prompt(20), 10), engine.submit(prompt(40), 4, start=30)
     engine.turn()
@@ -291,7 +291,7 @@ def test_no_worker_for_a_cache_that_comes_in_ends_that_request_only() -> None:
     assert engine.end(begun).reason == "length"
 
 
-def test_what_can_never_run_is_refused() -> None:
+def test_request_that_can_never_run_is_refused() -> None:
     engine = harness("full", blocks=10)
     with pytest.raises(CapacityError):
         engine.submit(prompt(150), 20)
@@ -303,7 +303,7 @@ def test_what_can_never_run_is_refused() -> None:
     assert engine.loop.idle
 
 
-def test_a_wrong_hand_over_is_refused_and_the_row_is_free_again() -> None:
+def test_refused_kv_transfer_frees_its_row() -> None:
     engine, sender = harness("full"), harness("full")
     target = engine.submit(prompt(40), 4, start=40)
     about = sender.loop.attach(sender.submit(prompt(40, 1), stop=40), 0, 0.0)

@@ -85,7 +85,7 @@ class Engine:
                 self._told.append((self._count, used, sequences, took_s(used, sequences)))
 
 
-def test_points_are_the_steps_that_the_engine_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_points_equal_the_reported_engine_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_bench, "SETTLE_S", 0.0)
     grid = ShapeGrid((16, 48), (0, 64, 100), (1, 4), (32,), ((16, 2),))
 
@@ -105,7 +105,7 @@ def test_points_are_the_steps_that_the_engine_made(monkeypatch: pytest.MonkeyPat
     assert all(32 < point.decode_context / point.decodes < 32 + 30 for point in decodes)
 
 
-def test_an_engine_that_tells_nothing_or_nonsense() -> None:
+def test_engine_without_step_reports_is_not_measured_by_them() -> None:
     class Silent(Engine):
         async def ask(self, path: str) -> dict[str, object] | None:
             return None
@@ -122,7 +122,7 @@ def test_an_engine_that_tells_nothing_or_nonsense() -> None:
 GRID = ShapeGrid((16, 64), (0, 64), (1, 4), (64, 128), ((16, 4),))
 
 
-def test_what_is_measured_is_what_there_is() -> None:
+def test_measured_profile_equals_the_emulated_step_times() -> None:
     """An emulated GPU on a clock that only it moves: the profile says what `perf` says, to the nanosecond."""
     time, alone = FakeTime(), local(PLAIN)
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("A10"), 1)
@@ -143,7 +143,7 @@ def test_what_is_measured_is_what_there_is() -> None:
     alone.check()
 
 
-def test_what_is_timed_waits_for_nothing_before_it(monkeypatch):
+def test_measured_step_has_no_pending_work_before_it(monkeypatch):
     executor, steps_made, drawn = local(PLAIN), [], []
     begin = executor.begin
     monkeypatch.setattr(executor, "begin", lambda step: (steps_made.append(len(step.draws)), begin(step))[1])
@@ -153,7 +153,7 @@ def test_what_is_timed_waits_for_nothing_before_it(monkeypatch):
     assert all(drawn)
 
 
-def test_a_command_runs_on_a_share_and_the_daemon_ends(tmp_path, monkeypatch):
+def test_profile_on_a_gpu_share_stops_its_mps_daemon(tmp_path, monkeypatch):
     log, told, control = tmp_path / "log", tmp_path / "told", tmp_path / "control"
     control.write_text(f'#!/bin/sh\necho "$@" $(cat) >> {log}\ngrep -q -e -d {log}\n')
     control.chmod(0o755)
@@ -171,7 +171,7 @@ def test_a_command_runs_on_a_share_and_the_daemon_ends(tmp_path, monkeypatch):
     st.builds(EngineBounds, *map(st.integers, (128, 2, 32, 256), (1 << 17, 512, 8192, 1 << 22))),
     st.booleans(),
 )
-def test_every_shape_of_a_grid_can_be_run(bounds: EngineBounds, quick: bool) -> None:
+def test_every_shape_of_a_profile_grid_can_run(bounds: EngineBounds, quick: bool) -> None:
     try:
         result = grid(bounds, quick, behind=True)
     except CapacityError:
@@ -206,7 +206,7 @@ def with_engine(use: Callable[[ClientSession, str], Awaitable[None]]) -> None:
     asyncio.run(inner())
 
 
-def test_an_engine_is_measured_over_http() -> None:
+def test_engine_is_profiled_over_http() -> None:
     profile_points: list[ProfilePoint] = []
 
     async def use(client: ClientSession, url: str) -> None:
@@ -225,7 +225,7 @@ def test_an_engine_is_measured_over_http() -> None:
         assert 0 < point.seconds < 10
 
 
-def test_what_is_wrong_with_an_engine_is_said() -> None:
+def test_unmeasurable_engine_is_refused_with_its_reason() -> None:
     async def use(client: ClientSession, url: str) -> None:
         bench = HttpBench(client, url, chunk_tokens=64)
         bounds = await bench.look()
@@ -256,7 +256,7 @@ def test_what_is_wrong_with_an_engine_is_said() -> None:
         (["http://127.0.0.1:9", "--gpu", "A10", "--share", "50"], "is for --local"),
     ],
 )
-def test_bad_input_is_one_line(arguments, says, tmp_path, capsys, monkeypatch):
+def test_profile_command_refuses_invalid_options_in_one_line(arguments, says, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu_share, "CONTROL", "no-such-control")
     out = [] if "--out" in arguments else ["--out", str(tmp_path / "p.json")]
     assert run(["profile", *arguments, *out]) == 2
@@ -266,7 +266,7 @@ def test_bad_input_is_one_line(arguments, says, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "p.json").exists()
 
 
-def test_a_profile_from_the_command_line(tmp_path, capsys, monkeypatch):
+def test_profile_command_writes_a_profile_of_a_gpu_share(tmp_path, capsys, monkeypatch):
     """On a CPU that takes itself for a quarter of a GPU."""
     out, make = tmp_path / "p.json", serve.local_executor
     monkeypatch.setattr(serve, "local_executor", lambda *given: make(*given[:3], "cpu"))

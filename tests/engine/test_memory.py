@@ -96,7 +96,7 @@ TestSequences.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 @given(st.integers(1, 8), st.integers(1, 60))
-def test_all_blocks_can_be_used(rows: int, blocks: int) -> None:
+def test_all_blocks_of_a_table_can_be_used(rows: int, blocks: int) -> None:
     tables = BlockTables((WindowGroup(None, blocks),), rows, blocks * 16)
     row = [tables.open() for _ in range(rows)][-1]
     tables.grow(row, blocks * 16)
@@ -106,7 +106,7 @@ def test_all_blocks_can_be_used(rows: int, blocks: int) -> None:
     assert tables.free_blocks() == blocks
 
 
-def test_rows_with_room_at_home_lie_in_place() -> None:
+def test_rows_with_space_in_place_stay_contiguous() -> None:
     tables = BlockTables((WindowGroup(None, 64),), 4, 1024)
     rows = [tables.open() for _ in range(4)]
     for length in range(1, 257):
@@ -117,7 +117,7 @@ def test_rows_with_room_at_home_lie_in_place() -> None:
     assert len({two - one for one, two in pairwise(starts)}) == 1
 
 
-def test_a_broken_table_is_noticed() -> None:
+def test_corrupted_block_table_is_detected() -> None:
     tables = BlockTables((WindowGroup(None, 8),), 2, 64)
     tables.grow(tables.open(), 40)
     tables.check()
@@ -156,7 +156,7 @@ def same(kv_chunks: list[KvChunk], engine: Runner, row: int, stop: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [7, 32, 75])
-def test_what_is_found_is_what_was_kept(kind: str, length: int) -> None:
+def test_kept_prefix_is_found_with_its_contents(kind: str, length: int) -> None:
     engine, tokens = runner(KINDS[kind], rows=2, blocks=40), prompt(length)
     row = computed(engine, tokens)
     cache = PrefixCache(KINDS[kind], 10_000_000, "salt")
@@ -173,7 +173,7 @@ def test_what_is_found_is_what_was_kept(kind: str, length: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [7, 40])
-def test_prefixes_are_shared_under_one_salt_alone(kind: str, length: int, tmp_path: Path) -> None:
+def test_prefixes_are_shared_only_under_one_salt(kind: str, length: int, tmp_path: Path) -> None:
     engine, tokens = runner(KINDS[kind], rows=2, blocks=40), prompt(length)
     row = computed(engine, tokens)
     disk = DiskTier(tmp_path, 10_000_000)
@@ -196,7 +196,7 @@ def test_prefixes_are_shared_under_one_salt_alone(kind: str, length: int, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid", "linear"])
-def test_what_went_to_disk_comes_back_after_a_restart(kind: str, tmp_path: Path) -> None:
+def test_prefixes_on_disk_are_found_after_a_restart(kind: str, tmp_path: Path) -> None:
     engine = runner(KINDS[kind], rows=3, blocks=80)
     one, two = prompt(64, 1), prompt(64, 2)
     rows = [computed(engine, one), computed(engine, two)]

@@ -79,7 +79,7 @@ ASKS = [(length, output) for length in (1, 30, 77, 150) for output in (1, 9, 20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lanes_do_not_matter(kind: str) -> None:
+def test_tokens_do_not_depend_on_microbatches(kind: str) -> None:
     engine, plain = late(kind, chunk=40, prefix_bytes=200_000), harness(kind)
     keys = [engine.submit(prompt(length, output), output) for length, output in ASKS]
     engine.run()
@@ -89,13 +89,13 @@ def test_lanes_do_not_matter(kind: str) -> None:
     assert engine.loop.counters.checks
 
 
-def test_a_lone_request_is_run_whatever_lane_it_is_in() -> None:
+def test_lone_request_runs_in_any_microbatch() -> None:
     engine = late("full")
     assert [len(engine.answer(prompt(20), 5)) for _ in range(7)] == [5] * 7
     assert engine.loop.idle
 
 
-def test_whoever_leaves_while_a_step_is_under_way_leaves_nothing_behind() -> None:
+def test_requests_that_end_during_a_step_leave_nothing_behind() -> None:
     chance = random.Random(3)
     engine = LoopHarness(KINDS["hybrid"], executor=Late("hybrid"), blocks=200, lease_s=0.3)
     keys: list[int] = []
@@ -119,7 +119,7 @@ def test_whoever_leaves_while_a_step_is_under_way_leaves_nothing_behind() -> Non
 
 
 @pytest.mark.parametrize("turns", range(1, 9))
-def test_a_receiver_may_come_at_any_moment(turns: int) -> None:
+def test_receiver_may_attach_at_any_step(turns: int) -> None:
     """Also while the last step of the sender's segment is under way."""
     sender = late("hybrid", chunk=16)
     source = sender.submit(prompt(50), stop=50)
@@ -134,7 +134,7 @@ def test_a_receiver_may_come_at_any_moment(turns: int) -> None:
     books.must_be_whole()
 
 
-def test_rows_that_are_lost_end_whatever_lane_they_are_in() -> None:
+def test_lost_rows_end_in_every_microbatch() -> None:
     """Two of the rows that one step finds gone are under way in other lanes' steps."""
     engine = late("full")
     keys = [engine.submit(prompt(20, place), 12) for place in range(9)]
@@ -161,7 +161,7 @@ def test_rows_that_are_lost_end_whatever_lane_they_are_in() -> None:
     assert engine.loop.idle
 
 
-def test_what_a_step_loses_goes_with_all_that_belongs_to_it() -> None:
+def test_lost_rows_of_a_step_are_removed_with_their_draws_and_exports() -> None:
     works = [SequenceWork(row, 0, [1], "none" if row == 2 else "last") for row in (1, 2, 3)]
     draws = [TokenDraw(Sampling(seed=row), 1) for row in (1, 3)]
     req = RunningStep(BatchStep([], 3, 0, 0, []), 0.0, works, draws, [CacheExport(2, 0, 1)])
@@ -179,7 +179,7 @@ CUTS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.8}, {"logprobs": 2}, {"pre
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
 @pytest.mark.parametrize("seed", range(2))
-def test_steps_begun_ahead_draw_the_same(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_begun_ahead_give_equal_tokens(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever stops, is cancelled, preempted or hands on while the next step is under way, in any company."""
 
     def answered(ordered: bool) -> tuple[LoopHarness, set[int]]:
@@ -218,7 +218,7 @@ def test_steps_begun_ahead_draw_the_same(kind: str, seed: int, monkeypatch: pyte
     assert ahead.loop.counters.preemptions > 0
 
 
-def test_there_are_no_more_lanes_than_the_longest_request_leaves() -> None:
+def test_microbatch_count_is_limited_by_the_longest_request() -> None:
     limits = BatchLimits(100, 64, 10)
     counts = [len(Microbatches(limits, 4, tokens).all) for tokens in (1600, 801, 800, 400, 16)]
     assert counts == [1, 1, 2, 4, 4]
@@ -237,7 +237,7 @@ def test_there_are_no_more_lanes_than_the_longest_request_leaves() -> None:
     assert not lanes.keys()
 
 
-def test_an_engine_that_stops_refuses_from_then_on() -> None:
+def test_stopped_engine_refuses_every_later_request() -> None:
     """Nothing that is asked is left without an answer, whenever it is asked."""
     from potluck.engine.loop.loop_thread import LoopStopped, LoopThread
 

@@ -55,7 +55,7 @@ def answer(tokens: list[int], output: int, sampling: Sampling = SAMPLED) -> list
 
 
 @given(st.lists(st.integers(0, 200_000), max_size=200), st.lists(st.integers(0, 200), max_size=4))
-def test_a_history_is_the_same_however_it_came_about(tokens: list[int], cuts: list[int]) -> None:
+def test_mock_history_hash_does_not_depend_on_chunking(tokens: list[int], cuts: list[int]) -> None:
     by_hand = NOTHING
     for token in tokens:
         by_hand = (by_hand * FACTOR + (token + 1) * SPREAD) & MASK
@@ -66,7 +66,7 @@ def test_a_history_is_the_same_however_it_came_about(tokens: list[int], cuts: li
 
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=60), st.data())
-def test_another_history_draws_other_tokens(tokens: list[int], data: st.DataObject) -> None:
+def test_different_history_gives_different_mock_tokens(tokens: list[int], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(tokens) - 1))
     other = [*tokens]
     other[place] += 1
@@ -87,7 +87,7 @@ def test_another_history_draws_other_tokens(tokens: list[int], data: st.DataObje
     st.sampled_from([Sampling(), SAMPLED, replace(SAMPLED, seed=1 << 70)]),
     st.booleans(),
 )
-def test_any_cut_gives_the_tokens_of_one_engine(
+def test_mock_tokens_do_not_depend_on_segments_chunks_or_resumption(
     length: int, cuts: list[int], streamed: int, chunk: int, way: Sampling, late: bool
 ) -> None:
     """Split over several engines, in chunks, and begun anew behind what was streamed."""
@@ -111,7 +111,7 @@ def test_any_cut_gives_the_tokens_of_one_engine(
         brain_loop.loop.check()
 
 
-def test_seeds_count_only_where_there_is_a_temperature() -> None:
+def test_mock_seed_matters_only_with_a_temperature() -> None:
     tokens = prompt(40)
     greedy = answer(tokens, 20, Sampling())
     assert greedy == answer(tokens, 20, Sampling(seed=5))
@@ -120,7 +120,7 @@ def test_seeds_count_only_where_there_is_a_temperature() -> None:
     assert len({tuple(item) for item in (greedy, sampled[0], sampled[2])}) == 3
 
 
-def test_neighbours_change_nothing_and_preempted_requests_neither() -> None:
+def test_mock_tokens_do_not_depend_on_batch_or_preemption() -> None:
     brain_loop = MockLoopHarness(blocks=24)
     keys = [brain_loop.submit(prompt(60, seed), 40, sampling=SAMPLED) for seed in range(6)]
     brain_loop.run()
@@ -144,7 +144,7 @@ def arrival(chunks: list[KvChunk], tokens: list[int], start: int = 0) -> None:
     assert choice == WORDS.draw(after(NOTHING, [*tokens, 1]), Sampling(), len(tokens) + 1)
 
 
-def test_only_the_kv_of_the_very_tokens_is_taken() -> None:
+def test_mock_engine_accepts_only_kv_of_the_same_tokens() -> None:
     tokens = prompt(50)
     layers = range(KvSizes(LLAMA).layers)
     right = [chunk_of(after(NOTHING, tokens), layer, 0, 50) for layer in layers]
@@ -166,7 +166,7 @@ def test_only_the_kv_of_the_very_tokens_is_taken() -> None:
         arrival(right, tokens, start=10)
 
 
-def test_a_step_cannot_skip_what_its_row_lacks() -> None:
+def test_mock_step_beyond_the_held_tokens_is_refused() -> None:
     made = executor(SIZE)
     row = made.open()
     made.grow(row, 64)
@@ -187,14 +187,14 @@ def test_a_step_cannot_skip_what_its_row_lacks() -> None:
     "model", [LLAMA, HYBRID, WINDOWED, replace(LLAMA, name="s", layers=LLAMA.layers[:3])]
 )
 @pytest.mark.parametrize("tokens", [1, 1000])
-def test_chunks_weigh_what_the_large_models_kv_does(model: Model, tokens: int) -> None:
+def test_mock_chunk_sizes_equal_those_of_the_large_model(model: Model, tokens: int) -> None:
     cargo = KvSizes(model)
     chunks = [chunk_of(NOTHING, layer, 0, tokens) for layer in range(cargo.layers)]
     whole = sum(cargo.kv_bytes(chunk, 0) for chunk in chunks)
     assert whole == pytest.approx(kv_bytes(model, tokens), abs=cargo.layers)
 
 
-def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
+def test_codecs_shrink_mock_kv_without_changing_it() -> None:
     kv_transfer = MockKvTransfer(KvSizes(LLAMA), AlphaBeta(0.0, 1e9))
     chunk = chunk_of(123, 3, 10, 138, times=ChunkTimes(1.0, 2.0, 3.0))
     weights = []
@@ -214,7 +214,7 @@ def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_real_bytes_cross_in_the_place_of_what_kv_weighs(codec: Codec) -> None:
+def test_mock_kv_is_sent_scaled_and_reported_in_full_size(codec: Codec) -> None:
     """One for a hundred; the receiver finds what was sent, and links are told in bytes of KV."""
     transfer = MockKvTransfer(KvSizes(LLAMA), AlphaBeta(0.0, 1e9), bytes_per_real=100.0)
     made = chunk_of(77, 1, 0, 5000)
@@ -235,7 +235,7 @@ def test_real_bytes_cross_in_the_place_of_what_kv_weighs(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("model", [LLAMA, HYBRID])
-def test_prefixes_are_found_and_make_room_for_requests(model: Model) -> None:
+def test_mock_prefixes_are_found_and_evicted_for_requests(model: Model) -> None:
     cargo = KvSizes(model)
     states = 3 * cargo.state_tokens // BLOCK_TOKENS if cargo.exact else 0
     brain_loop = MockLoopHarness(model, blocks=40 + int(states), most_blocks=None)
@@ -253,7 +253,7 @@ def test_prefixes_are_found_and_make_room_for_requests(model: Model) -> None:
     assert brain_loop.answer(tokens, 4) == first
 
 
-def test_a_prefix_cache_of_no_bytes_keeps_nothing() -> None:
+def test_mock_prefix_cache_of_zero_blocks_keeps_nothing() -> None:
     brain_loop = MockLoopHarness(most_blocks=0)
     brain_loop.answer(prompt(100), 2)
     assert (brain_loop.spare.used_bytes, brain_loop.spare.everything().added) == (0, ())
@@ -265,7 +265,7 @@ def test_a_prefix_cache_of_no_bytes_keeps_nothing() -> None:
 # Pace.
 
 
-def test_steps_take_the_time_that_is_predicted() -> None:
+def test_mock_steps_take_their_predicted_time() -> None:
     now_s = 50.0
 
     def clock() -> float:
@@ -296,7 +296,7 @@ LASTING = StepDurations(TIMER)
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 30_000), min_size=1, max_size=64))
-def test_looked_up_steps_are_as_long_as_the_timers(contexts: list[int]) -> None:
+def test_interpolated_mock_step_times_equal_the_timer(contexts: list[int]) -> None:
     works = [SequenceWork(row, context, [0]) for row, context in enumerate(contexts)]
     assert LASTING(works) == pytest.approx(float(TIMER.step_s(steps_of(works))[0]), rel=5e-3)
 
@@ -304,7 +304,7 @@ def test_looked_up_steps_are_as_long_as_the_timers(contexts: list[int]) -> None:
 # Ends.
 
 
-def test_outputs_end_by_chance_only_where_that_is_asked_for() -> None:
+def test_mock_outputs_end_randomly_only_with_a_mean_length() -> None:
     words = replace(WORDS, mean_tokens=20)
     lengths = []
     for seed in range(60):
@@ -320,7 +320,7 @@ def test_outputs_end_by_chance_only_where_that_is_asked_for() -> None:
     assert len(answer(prompt(20), 100)) == 100
 
 
-def test_what_is_barred_is_not_drawn() -> None:
+def test_barred_tokens_are_not_drawn() -> None:
     few = Vocabulary(6, (3, 4))
     assert {few.draw(n, Sampling(barred=(3,), barred_before=9), 1).token for n in range(50)} == {4}
     assert few.draw(1, Sampling(barred=(3, 4), barred_before=9), 1).token == 0
@@ -329,7 +329,7 @@ def test_what_is_barred_is_not_drawn() -> None:
         Vocabulary(6, (3,), None, 10)
 
 
-def test_log_probabilities_are_made_up_but_sound() -> None:
+def test_mock_log_probabilities_are_consistent() -> None:
     choice = WORDS.draw(7, Sampling(logprobs=5), 3)
     assert choice.top[0] == (choice.token, choice.logprob)
     assert len({token for token, _ in choice.top}) == 5
@@ -337,7 +337,7 @@ def test_log_probabilities_are_made_up_but_sound() -> None:
     assert WORDS.draw(7, Sampling(logprobs=0), 3).top == ()
 
 
-def test_a_changed_pace_counts_from_the_next_step() -> None:
+def test_changed_mock_pace_applies_from_the_next_step() -> None:
     one = executor(RunnerSize(4, 64, 512), clock=lambda: 0.0)
     row = one.open()
     one.grow(row, 64)
@@ -359,7 +359,7 @@ def prompt_handover(count: int) -> tuple[int, ...]:
     return tuple((7 * place + 3) % 400 for place in range(count))
 
 
-def test_what_comes_is_here_no_faster_than_the_receiver_s_card_takes_it() -> None:
+def test_received_mock_kv_is_limited_by_the_receiver_card() -> None:
     """A card of 1 GB/s: chunks that come faster queue there, slower ones do not, and pauses are not made up for."""
     now_s = [10.0]
     kv_transfer = MockKvTransfer(KvSizes(LLAMA), AlphaBeta(0.0, 1e9), clock=lambda: now_s[0])
@@ -373,7 +373,7 @@ def test_what_comes_is_here_no_faster_than_the_receiver_s_card_takes_it() -> Non
         now_s[0] += 2 * each_s
 
 
-def test_a_thin_link_from_one_sender_holds_up_no_other() -> None:
+def test_slow_link_of_one_sender_does_not_delay_another() -> None:
     """The card is shared; what one sender's link brings only later takes nothing of it before."""
     now_s = 10.0
     clock = lambda: now_s  # noqa: E731
@@ -399,7 +399,7 @@ def computed(chunk: KvChunk, at_s: float) -> KvChunk:
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.001, 5)), min_size=1, max_size=12))
-def test_a_card_takes_one_thing_at_a_time_and_is_never_idle_while_something_waits(
+def test_network_card_schedule_runs_one_transfer_at_a_time_without_idling(
     asked: list[tuple[float, float]],
 ) -> None:
     card, step_s = NicSchedule(), 0.25
@@ -417,7 +417,7 @@ def test_a_card_takes_one_thing_at_a_time_and_is_never_idle_while_something_wait
 
 @pytest.mark.parametrize("late_s", [0.0, 0.02])
 @pytest.mark.parametrize("cards", [(3e9, 1e9), (1e9, 3e9), (1e8, 1e9), (1e11, 1e11), (4e9, 4e9)])
-def test_a_hand_over_takes_what_the_formula_says(cards: tuple[float, float], late_s: float) -> None:
+def test_mock_kv_transfer_takes_the_time_of_the_formula(cards: tuple[float, float], late_s: float) -> None:
     """Each of the large model's layers leaves when it is computed, and the slower card says how fast; that chunks
     themselves are late on their way is nothing."""
     now_s, alpha_s = 5.0, 0.001
@@ -448,7 +448,7 @@ def test_a_hand_over_takes_what_the_formula_says(cards: tuple[float, float], lat
     assert here_s[-1] == pytest.approx(5.0 + prefill_s + tail_s, abs=1e-6)
 
 
-def test_a_receiver_that_comes_while_the_step_is_under_way_gets_the_layers_as_they_are_computed() -> None:
+def test_receiver_that_attaches_during_a_step_gets_layers_when_computed() -> None:
     """What was computed before it came leaves then, and not earlier."""
     now_s = 0.0
     made, cargo = executor(SIZE_HANDOVER, clock=lambda: now_s), KvSizes(LLAMA)
@@ -474,7 +474,7 @@ def test_a_receiver_that_comes_while_the_step_is_under_way_gets_the_layers_as_th
     assert firsts == pytest.approx([1.5 * layer_s] * 2 + [layer_s * n for n in range(2, cargo.layers)])
 
 
-def test_layers_leave_while_their_step_is_under_way() -> None:
+def test_mock_layers_are_sent_during_their_step() -> None:
     now_s = 0.0
     made = executor(SIZE_HANDOVER, clock=lambda: now_s)
     row, layers = made.open(), KvSizes(LLAMA).layers
@@ -492,7 +492,7 @@ def test_layers_leave_while_their_step_is_under_way() -> None:
     assert land() == []
 
 
-def test_a_hand_over_begins_while_both_ends_compute() -> None:
+def test_mock_kv_transfer_starts_while_both_engines_compute() -> None:
     """A receiver that attaches during the only step of a prompt gets all of it with that step; and it gets a row
     although a step of its own is under way."""
     sender, receiver = MockLoopHarness(), MockLoopHarness()

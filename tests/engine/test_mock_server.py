@@ -43,7 +43,7 @@ async def handed_over(one: Client, two: Client, stop: int, **fields: object) -> 
 
 
 @pytest.mark.parametrize(("codec", "late_s"), [("raw", 0.0), ("int4", 0.0), ("int4", 0.3)])
-async def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(
+async def test_mock_kv_transfers_give_equal_tokens_and_report_emulated_bytes(
     codec: str, late_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the answer is over before the connections that brought the cache have ended."""
@@ -70,7 +70,7 @@ async def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(
         assert one.service.counters.sent_bytes == pytest.approx(kv_bytes(LLAMA, 70), abs=8)
 
 
-async def test_a_wrong_cache_is_refused() -> None:
+async def test_mock_engine_refuses_lossy_prefixes_and_kv_of_another_model() -> None:
     """What came in fewer bits does not become a prefix; and a sender of another model is not understood."""
 
     other = mock_service(mean_output=30)
@@ -88,7 +88,7 @@ async def test_a_wrong_cache_is_refused() -> None:
         assert len((await two.get("/cache"))[1]["reports"][0]["added"]) == 6
 
 
-async def test_a_kept_prefix_is_copied_by_the_names_of_its_blocks() -> None:
+async def test_mock_prefix_is_copied_by_block_names() -> None:
     async with face(mock_service()) as one, face(mock_service()) as two:
         expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
         names = block_hashes(TOKENS, one.service.fingerprint)[:5]
@@ -124,7 +124,7 @@ def keys_of(value: object) -> object:
     )
 
 
-async def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> None:
+async def test_mock_status_cache_and_metrics_equal_those_of_a_real_engine() -> None:
     result = []
     for make in (lambda: make_service("full"), mock_service):
         tokens = [token % 90 for token in range(64)]
@@ -145,7 +145,7 @@ async def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> No
     assert result[0] == result[1]
 
 
-async def test_drain_roles_and_text_are_those_of_an_engine() -> None:
+async def test_mock_drain_roles_and_text_equal_those_of_a_real_engine() -> None:
     async with face(mock_service()) as client:
         asked = {"model": "tiny", "prompt": "Call me", "max_tokens": 9, "seed": 3, "stream": True}
         events = (await client.post("/v1/completions", asked))[1]
@@ -162,7 +162,7 @@ async def test_drain_roles_and_text_are_those_of_an_engine() -> None:
         assert (await client.get("/status"))[1]["state"] == "drained"
 
 
-async def test_an_engine_that_ends_when_drained_ends_after_its_last_request() -> None:
+async def test_engine_with_exit_on_drain_ends_after_its_last_request() -> None:
     service, text = mock_service(), asyncio.Queue[str]()
     service.ends_drained = True
     serving = asyncio.create_task(serve_all([service], "127.0.0.1", 0, api_key=None, ready=text.put_nowait))
@@ -179,7 +179,7 @@ async def test_an_engine_that_ends_when_drained_ends_after_its_last_request() ->
     await asyncio.wait_for(serving, 30)
 
 
-async def test_who_leaves_frees_everything() -> None:
+async def test_disconnected_clients_free_all_mock_rows() -> None:
     async with face(mock_service()) as client:
         tasks = [asyncio.create_task(client.segment([n + 1] * 50, max_tokens=5000)) for n in range(12)]
         await asyncio.sleep(0.3)
@@ -230,7 +230,7 @@ cli()
 """
 
 
-def test_nothing_heavy_is_loaded_to_serve_and_to_hand_over() -> None:
+def test_mock_engine_does_not_import_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROCESS], check=True, capture_output=True, text=True, timeout=60
     )
@@ -251,12 +251,12 @@ def test_nothing_heavy_is_loaded_to_serve_and_to_hand_over() -> None:
         (["--mean-output", "9"], "--mean-output: is only for mock engines"),
     ],
 )
-def test_flags_that_do_not_go_together(flags: list[str], says: str) -> None:
+def test_incompatible_serve_options_are_refused(flags: list[str], says: str) -> None:
     result = CliRunner().invoke(cli, ["engine", "serve", *flags])
     assert says in (result.output + str(result.exception))
 
 
-async def test_a_pretended_engine_can_be_made_slower_and_a_real_one_cannot() -> None:
+async def test_pace_of_a_mock_engine_can_be_changed_and_of_a_real_one_not() -> None:
     async with face(mock_service()) as one, face(make_service()) as real:
         status, text = await one.post("/pace", {"pace": 3})
         assert (status, text) == (200, {"pace": 3})

@@ -25,7 +25,7 @@ TOKENS = prompt(90, seed=5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_reference(kind: str) -> None:
+def test_engine_logits_equal_the_reference_model(kind: str) -> None:
     config = KINDS[kind]
     with torch.no_grad():
         expected = ReferenceModel(config, RandomSource(7))(torch.tensor([TOKENS]))[0]
@@ -40,7 +40,7 @@ TINY = stack(
 )
 
 
-def test_what_is_trained_is_what_runs(tmp_path: Path) -> None:
+def test_trained_model_gives_equal_logits_in_the_engine(tmp_path: Path) -> None:
     """A few steps of training on a pattern, saved, loaded by the engine: the same logits, and the pattern learnt."""
     reference = ReferenceModel(TINY, FreshWeights(0))
     pattern = torch.tensor([3, 14, 15, 92, 65, 35] * 4)[None]
@@ -67,7 +67,7 @@ def test_what_is_trained_is_what_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (2,), (1, 3), (3,)])
-def test_stages_are_the_whole(cuts: tuple[int, ...]) -> None:
+def test_pipeline_stages_give_the_logits_of_the_whole_model(cuts: tuple[int, ...]) -> None:
     """1 to 4 stages with uneven layers; each stage numbers its rows as it likes."""
     config = KINDS["hybrid"]
     tokens = [prompt(40, seed) for seed in range(3)]
@@ -98,7 +98,7 @@ def test_stages_are_the_whole(cuts: tuple[int, ...]) -> None:
         assert same(hidden, expected)
 
 
-def test_a_stage_needs_its_input_and_a_range() -> None:
+def test_stage_without_valid_input_or_layer_range_is_refused() -> None:
     config = KINDS["full"]
     late = runner(config, 1)
     row = opened(late, 4)
@@ -113,7 +113,7 @@ def test_a_stage_needs_its_input_and_a_range() -> None:
         whole.step([SequenceWork(opened(whole, 1), 0, [1])], torch.zeros(1, 64))
 
 
-def test_a_row_that_is_used_again_has_no_past() -> None:
+def test_reused_row_keeps_no_state() -> None:
     engine = runner(KINDS["hybrid"], rows=1)
     expected = run(engine, opened(engine, 90), TOKENS, [90])
     engine.tables.close(0)
@@ -122,7 +122,7 @@ def test_a_row_that_is_used_again_has_no_past() -> None:
     assert same(run(engine, opened(engine, 90), TOKENS, [90]), expected)
 
 
-def test_steps_that_make_no_sense_are_refused_and_change_nothing() -> None:
+def test_invalid_steps_are_refused_without_side_effects() -> None:
     engine = runner(KINDS["hybrid"])
     row, other = opened(engine, 32), opened(engine, 32)
     for works in (
@@ -140,7 +140,7 @@ def test_steps_that_make_no_sense_are_refused_and_change_nothing() -> None:
     assert engine.step([SequenceWork(row, 0, [1, 2], "all"), SequenceWork(other, 0, [1])]).shape == (3, VOCAB)
 
 
-def test_fresh_weights_of_every_kind_can_be_run() -> None:
+def test_randomly_initialised_model_of_every_layer_kind_runs() -> None:
     config: EngineModelConfig = KINDS["hybrid"]
     engine = Runner(config, FreshWeights(1), RunnerSize(rows=1, blocks=10, max_tokens=64))
     assert bool(torch.isfinite(run(engine, opened(engine, 50), TOKENS[:50], [50])).all())
@@ -157,7 +157,7 @@ def tokens_of(length: int) -> list[int]:
     return [token % 96 for token in prompt(length)]
 
 
-def test_stages_take_their_own_parts(folder: Path) -> None:
+def test_stages_read_from_a_checkpoint_give_equal_logits(folder: Path) -> None:
     config, whole = load(folder, max_tokens=64)
     size = RunnerSize(rows=2, blocks=16, max_tokens=64)
     first, last = (
@@ -171,7 +171,7 @@ def test_stages_take_their_own_parts(folder: Path) -> None:
     assert same(last.step([SequenceWork(rows[1], 0, tokens, "all")], states), expected)
 
 
-def test_the_context_ends_where_positions_would_turn_otherwise(folder: Path, tmp_path: Path) -> None:
+def test_context_limit_ends_where_rope_scaling_changes(folder: Path, tmp_path: Path) -> None:
     config, _ = load(folder, max_tokens=64)
     assert config.model.max_context_tokens == 256
     with pytest.raises(InputError, match="max_tokens: 257 is more than the model's 256"):
@@ -206,7 +206,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 1.0}, "rope_scaling": YARN}),
     ],
 )
-def test_odd_configurations_are_those_of_transformers(family: str, changes: Values) -> None:
+def test_unusual_configurations_give_the_logits_of_transformers(family: str, changes: Values) -> None:
     outcome = compare(Case(family, changes))
     assert outcome.kind == "same", outcome
 
@@ -228,7 +228,7 @@ def test_odd_configurations_are_those_of_transformers(family: str, changes: Valu
         ("deepseek_v3", {"topk_group": ABSENT}, "config.json: topk_group: is missing"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(
+def test_unsupported_configuration_is_refused_by_name(
     family: str, changes: Values, words: str, tmp_path: Path
 ) -> None:
     text = refusal(Case(family, changes).config(), tmp_path)
@@ -237,7 +237,7 @@ def test_what_is_not_honoured_is_refused_by_name(
     assert "\n" not in text
 
 
-def test_the_documented_table_is_whole_and_true(tmp_path: Path) -> None:
+def test_documented_configuration_table_is_complete_and_true(tmp_path: Path) -> None:
     """Refusals are tried again, every one; what is the same as in transformers only by its not being refused."""
     result = documented(TABLE.read_text("utf-8"))
     tried = {(case.family, case.label or "(none)"): case for case in cases()}
@@ -252,7 +252,7 @@ def test_the_documented_table_is_whole_and_true(tmp_path: Path) -> None:
     assert all(result[family, "(none)"] == "same" for family in BASES)
 
 
-def test_every_key_that_is_read_was_tried() -> None:
+def test_every_configuration_key_that_is_read_has_a_case() -> None:
     assert set(READ_BY) == set(FAMILIES) == set(BASES)
     for family, keys in READ_BY.items():
         changed = {key for case in cases() if case.family == family for key in case.changes}
@@ -263,7 +263,7 @@ TOKENS_AGAINST_TRANSFORMERS = 50  # More than twice the windows that are tried.
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = make(name, tmp_path)
     _, runner = load(tmp_path, max_tokens=64)
     tokens = torch.randint(0, 96, (TOKENS_AGAINST_TRANSFORMERS,), generator=torch.Generator().manual_seed(1))

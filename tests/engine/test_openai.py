@@ -33,7 +33,7 @@ def chat(**fields: object) -> dict[str, object]:
     return {"model": NAME, "messages": messages, "temperature": 0, **fields}
 
 
-async def test_a_completion_streamed_or_not_is_the_same(expected: str) -> None:
+async def test_completion_is_the_same_streamed_or_not(expected: str) -> None:
     async with face(make_service()) as one:
         status, whole = await one.post("/v1/completions", ask())
         assert status == 200
@@ -57,7 +57,7 @@ async def test_a_completion_streamed_or_not_is_the_same(expected: str) -> None:
         assert parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
 
 
-async def test_prompts_come_as_texts_tokens_and_several_of_either(expected: str) -> None:
+async def test_completion_accepts_texts_tokens_and_lists_of_either(expected: str) -> None:
     async with face(make_service()) as one:
         for form in (TEXT, prompt(40), [TEXT], [prompt(40)]):
             _, reply = await one.post("/v1/completions", ask(form))
@@ -74,7 +74,7 @@ async def test_prompts_come_as_texts_tokens_and_several_of_either(expected: str)
             assert "".join(result) == text
 
 
-async def test_a_chat_has_its_shape_and_its_template() -> None:
+async def test_chat_uses_its_template_and_response_shape() -> None:
     shown = "Be kind.\n\nUser: Hello\nAssistant:"
     tokens = letters().encode(shown.replace("\n", ""))
     assert (
@@ -103,7 +103,7 @@ async def test_a_chat_has_its_shape_and_its_template() -> None:
         assert whole["usage"]["total_tokens"] == 512
 
 
-async def test_stop_strings_end_it_and_are_not_shown(expected: str) -> None:
+async def test_stop_strings_end_the_answer_and_are_not_shown(expected: str) -> None:
     stop = expected[4:7]
     kept = expected[: expected.index(stop)]
 
@@ -122,7 +122,7 @@ async def test_stop_strings_end_it_and_are_not_shown(expected: str) -> None:
         assert one.service.counters.ended == {"stop": 2, "length": 1}
 
 
-async def test_seeds_repeat_and_differ() -> None:
+async def test_seed_makes_sampling_reproducible() -> None:
     async with face(make_service()) as one:
 
         async def drawn(**fields: object) -> list[str]:
@@ -137,7 +137,7 @@ async def test_seeds_repeat_and_differ() -> None:
         assert await drawn(seed=1) == [spell(harness("hybrid").answer(prompt(40), 20, sampling=sampling))]
 
 
-async def test_log_probabilities_have_both_shapes(expected: str) -> None:
+async def test_log_probabilities_have_both_response_shapes(expected: str) -> None:
     async with face(make_service()) as one:
         _, whole = await one.post("/v1/completions", ask(logprobs=3))
         logs = whole["choices"][0]["logprobs"]
@@ -158,7 +158,7 @@ async def test_log_probabilities_have_both_shapes(expected: str) -> None:
         assert bytes(first["bytes"]).decode() == first["token"]
 
 
-async def test_completion_logprobs_at_high_temperature_always_list_sampled_token() -> None:
+async def test_completion_logprobs_at_high_temperature_always_list_the_sampled_token() -> None:
     async with face(make_service()) as one:
         for count in (0, 1, 3):
             body = ask(logprobs=count, temperature=2, seed=5, max_tokens=24, ignore_eos=True)
@@ -179,7 +179,7 @@ async def test_completion_logprobs_at_high_temperature_always_list_sampled_token
             assert tops == whole_logs["top_logprobs"]
 
 
-async def test_stream_usage_of_engine_is_sent_only_with_include_usage() -> None:
+async def test_engine_stream_usage_is_sent_only_with_include_usage() -> None:
     async with face(make_service()) as one:
         for include, continuous in ((False, True), (True, False), (True, True)):
             options = {"include_usage": include, "continuous_usage_stats": continuous}
@@ -278,7 +278,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
 ]
 
 
-async def test_what_is_wrong_is_said_in_their_shape_streamed_or_not() -> None:
+async def test_invalid_request_gets_the_openai_error_shape_streamed_or_not() -> None:
     async with face(make_service()) as one:
         for path, body, expected_status, says in WRONG:
             for stream in (False, True):
@@ -292,7 +292,7 @@ async def test_what_is_wrong_is_said_in_their_shape_streamed_or_not() -> None:
         assert (await one.post("/v1/completions", ask()))[0] == 200
 
 
-async def test_the_model_is_listed_and_one_without_text_takes_tokens() -> None:
+async def test_model_without_tokenizer_is_listed_and_takes_tokens() -> None:
     async with face(make_service(text=False)) as one:
         _, listed = await one.get("/v1/models")
         assert [entry["id"] for entry in listed["data"]] == [NAME]
@@ -317,7 +317,7 @@ async def leave(one: Client, stream: bool) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_client_that_leaves_costs_nothing_more() -> None:
+async def test_disconnected_client_cancels_its_request() -> None:
     async with face(make_service()) as one:
         for stream in (True, False):
             await leave(one, stream)
@@ -327,7 +327,7 @@ async def test_a_client_that_leaves_costs_nothing_more() -> None:
         assert one.service.counters.ended == {"cancelled": 2}
 
 
-def test_a_models_own_template_is_used_and_cannot_reach_out() -> None:
+def test_model_chat_template_is_used_in_a_sandbox() -> None:
     base = letters()
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
     own = ModelTokenizer(base._tokenizer, template, {"eos_token": "!"})
@@ -345,12 +345,12 @@ def test_a_models_own_template_is_used_and_cannot_reach_out() -> None:
 @pytest.mark.parametrize(
     "template", ["{{ 1 // 0 }}", "{{ messages[9].role.x }}", "{% nonsense %}", "{{ raise_exception('no') }}"]
 )
-def test_what_a_template_cannot_do_with_messages_is_one_line(template: str) -> None:
+def test_chat_template_error_is_refused_in_one_line(template: str) -> None:
     with pytest.raises(InputError, match="messages"):
         ModelTokenizer(letters()._tokenizer, template).chat([{"role": "user", "content": "Hello"}])
 
 
-def test_templates_may_leave_their_loops() -> None:
+def test_chat_template_may_use_loop_controls() -> None:
     template = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
     )

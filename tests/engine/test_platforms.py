@@ -27,7 +27,7 @@ def gone(*_: object) -> None:
     raise ValueError("unrecognized configuration name")
 
 
-def test_without_the_size_of_memory_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_starts_where_the_memory_size_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     model = KINDS["full"].model
     with pytest.raises(CapacityError, match="lower --kv-blocks"):
         _must_fit(model, FAR_TOO_MANY, "cpu")
@@ -37,7 +37,9 @@ def test_without_the_size_of_memory_nothing_is_refused(monkeypatch: pytest.Monke
     _must_fit(model, FAR_TOO_MANY, "cpu")
 
 
-def test_an_engine_ends_by_a_signal_where_loops_hear_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_ends_by_signal_where_event_loops_have_no_signal_handlers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     handlers: dict[int, Callable[..., object]] = {}
     monkeypatch.setattr(signal, "signal", lambda number, call: handlers.update({number: call}))
 
@@ -57,7 +59,9 @@ def test_an_engine_ends_by_a_signal_where_loops_hear_of_none(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("missing", [["TCP_KEEPIDLE"], ["TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"]])
-def test_connections_without_keep_alive_options(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_without_keepalive_options_are_accepted(
+    missing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in missing:
         monkeypatch.delattr(socket, name)
     monkeypatch.setattr(socket, "TCP_KEEPALIVE", 4, raising=False)  # a Mac's name; the number is Linux's
@@ -70,13 +74,15 @@ def test_connections_without_keep_alive_options(missing: list[str], monkeypatch:
 @pytest.mark.parametrize(
     ("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64"), ("win32", "AMD64")]
 )
-def test_other_processors_have_no_tiles(system: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processors_have_no_tile_products(
+    system: str, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert not products.available()
 
 
-def test_benchmarks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_measurements_work_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     from parts import common
 
@@ -90,7 +96,7 @@ def test_benchmarks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert common.peak_bytes() > 0
 
 
-def test_a_quick_benchmark_leaves_out_what_has_no_room(
+def test_quick_benchmark_skips_parts_without_budget(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))

@@ -71,7 +71,7 @@ def by_hand(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(WAYS, st.integers(0, 10**6)), min_size=1, max_size=5), VOCABS, st.integers(0, 99))
-def test_a_batch_draws_what_the_definition_says_for_each_row(
+def test_batched_sampling_equals_the_definition_per_row(
     batch: list[tuple[Sampling, int]], vocab: int, seed: int
 ) -> None:
     logits = rows(len(batch), vocab, seed)
@@ -87,7 +87,7 @@ def test_a_batch_draws_what_the_definition_says_for_each_row(
     SHAPES,
     st.integers(0, 99),
 )
-def test_neighbours_change_no_draw(
+def test_sampled_row_does_not_depend_on_other_rows(
     batch: list[tuple[Sampling, int]], vocab: int, shape: str, seed: int
 ) -> None:
     """Token, log probability and the likeliest ones, to the last bit."""
@@ -104,7 +104,7 @@ CUTS = [{"top_k": 1}, {"top_k": 40}, {"top_k": 1000}, {"top_p": 0.9}, {"min_p": 
 
 @pytest.mark.parametrize("shape", ["spread", "ties", "flat"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_one_draws_the_same_beside_one_with_cuts(cut: dict[str, float], shape: str) -> None:
+def test_row_without_cutoff_samples_the_same_beside_rows_with_one(cut: dict[str, float], shape: str) -> None:
     logits = shaped(2, 900, shape, seed=4)
     for own in ({}, *CUTS):
         mine = [Sampling(temperature=1.0, seed=seed, **own) for seed in range(12)]  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def test_one_draws_the_same_beside_one_with_cuts(cut: dict[str, float], shape: s
         assert [sample(logits, [sampling, other], [3, 8])[0] for sampling in mine] == alone
 
 
-def test_what_is_as_likely_goes_by_its_number() -> None:
+def test_tokens_of_equal_probability_are_ordered_by_id() -> None:
     """Whoever else is there and however many they look at, which `topk` would let decide."""
     logits = torch.zeros(2, 900)
     logits[0, 500:] = 1.0
@@ -123,7 +123,7 @@ def test_what_is_as_likely_goes_by_its_number() -> None:
     assert {tuple(token for token, _ in sampled_token.top) for sampled_token in result} == {(500, 501)}
 
 
-def test_cuts_that_leave_all_change_no_draw() -> None:
+def test_cutoffs_that_keep_all_tokens_change_no_sample() -> None:
     logits = rows(1, 600, seed=8)
     for seed in range(40):
         plain = sample(logits, [Sampling(temperature=1.0, seed=seed)], [2])
@@ -131,7 +131,7 @@ def test_cuts_that_leave_all_change_no_draw() -> None:
         assert plain == sample(logits, [Sampling(temperature=1.0, seed=seed, min_p=1e-12)], [2])
 
 
-def test_draws_have_the_softmax_distribution() -> None:
+def test_samples_follow_the_softmax_distribution() -> None:
     logits, count = rows(1, 12, seed=3, spread=1.0), 20_000
     sampling = Sampling(temperature=0.8, seed=11)
     tokens = [
@@ -144,7 +144,7 @@ def test_draws_have_the_softmax_distribution() -> None:
     assert chi_square < 31.3  # 11 degrees of freedom: one in a thousand seeds would fail, this one does not
 
 
-def test_a_flat_distribution_makes_top_p_look_at_everything() -> None:
+def test_flat_distribution_with_top_p_samples_from_the_whole_vocabulary() -> None:
     vocab = 4 * FIRST_LOOK
     logits, sampling = torch.zeros(1, vocab), Sampling(temperature=1.0, top_p=0.9, seed=1)
     tokens = {sample(logits, [sampling], [position])[0].token for position in range(300)}
@@ -152,7 +152,7 @@ def test_a_flat_distribution_makes_top_p_look_at_everything() -> None:
     assert max(tokens) > FIRST_LOOK
 
 
-def test_seed_and_place_decide_and_nothing_else() -> None:
+def test_sample_depends_only_on_seed_and_position() -> None:
     logits = rows(1, 500, seed=5)
     ways = [Sampling(temperature=1.0, seed=seed) for seed in range(40)]
     draws = [[sample(logits, [sampling], [place])[0].token for place in range(30)] for sampling in ways]
@@ -166,7 +166,7 @@ def test_seed_and_place_decide_and_nothing_else() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-def test_log_probabilities_are_the_models_own() -> None:
+def test_log_probabilities_are_those_of_the_unmodified_model() -> None:
     logits = rows(3, 50, seed=6)
     ways = [Sampling(logprobs=3), Sampling(temperature=2.0, seed=1, logprobs=0), Sampling()]
     greedy, drawn, silent = sample(logits, ways, [4, 5, 6])
@@ -198,7 +198,7 @@ def test_log_probabilities_are_the_models_own() -> None:
         ("logprobs", -1),
     ],
 )
-def test_ways_that_make_no_sense_are_refused(field: str, value: float) -> None:
+def test_invalid_sampling_fields_are_refused(field: str, value: float) -> None:
     with pytest.raises(InputError, match=f"^{field}: "):
         Sampling(**{field: value})  # type: ignore[arg-type]
 
@@ -248,7 +248,7 @@ def likeliest(row: np.ndarray, edit: LogitEdit | None, sampling: Sampling | None
 @given(
     WAYS_EDITS, st.lists(TOKENS, min_size=1, max_size=40), st.lists(TOKENS, max_size=40), st.integers(0, 999)
 )
-def test_penalties_and_biases_are_those_of_the_formula(
+def test_penalties_and_biases_equal_the_formula(
     way: Sampling, prompt: list[int], output: list[int], seed: int
 ) -> None:
     row, edits = logits(seed), LogitEdits(way, prompt, 0, None)
@@ -261,7 +261,7 @@ def test_penalties_and_biases_are_those_of_the_formula(
 
 
 @given(WAYS_EDITS, st.lists(TOKENS, min_size=1, max_size=40), st.lists(TOKENS, max_size=40), st.data())
-def test_what_changes_depends_on_prompt_and_output_alone(
+def test_logit_edits_depend_only_on_prompt_and_output(
     way: Sampling, prompt: list[int], output: list[int], data: st.DataObject
 ) -> None:
     """Whoever goes on behind tokens that another has streamed changes the same; so does who gets it over a wire."""
@@ -292,7 +292,7 @@ def changes(edit: LogitEdit) -> set[tuple[float, ...]]:
 
 
 @given(TOKENS, st.integers(0, 9999), st.floats(0, 2), st.integers(0, 1 << 40))
-def test_a_bias_of_100_either_way_settles_it(token: int, seed: int, temperature: float, chance: int) -> None:
+def test_logit_bias_of_100_decides_the_token(token: int, seed: int, temperature: float, chance: int) -> None:
     row = logits(seed)
     for bias in (-100.0, 100.0):
         sampling = Sampling(temperature, seed=chance, logit_bias=((token, bias),))
@@ -302,7 +302,7 @@ def test_a_bias_of_100_either_way_settles_it(token: int, seed: int, temperature:
 @given(
     st.sets(TOKENS, min_size=1), st.integers(0, 9999), st.floats(0, 2), st.integers(0, 5), st.integers(0, 99)
 )
-def test_what_a_grammar_does_not_allow_is_never_drawn(
+def test_tokens_outside_the_grammar_are_never_drawn(
     allowed: set[int], seed: int, temperature: float, top_k: int, chance: int
 ) -> None:
     bits = np.zeros(VOCAB, np.uint8)
@@ -320,7 +320,7 @@ def test_what_a_grammar_does_not_allow_is_never_drawn(
 
 @settings(max_examples=30)
 @given(WAYS_EDITS, st.integers(0, 9999))
-def test_rows_with_and_without_changes_do_not_touch_each_other(way: Sampling, seed: int) -> None:
+def test_rows_with_logit_edits_do_not_affect_others(way: Sampling, seed: int) -> None:
     rows = torch.from_numpy(np.stack([logits(seed + place) for place in range(3)]))
     before, plain = rows.clone(), Sampling(1.0, seed=seed, logprobs=2)
     edit = LogitEdits(way, [1, 2, 3], 1, None).next()
@@ -344,13 +344,13 @@ def test_rows_with_and_without_changes_do_not_touch_each_other(way: Sampling, se
         ({"logit_bias": tuple((token, 1.0) for token in range(1025))}, "logit_bias"),
     ],
 )
-def test_what_is_out_of_range_is_named(wrong: dict[str, Any], field: str) -> None:
+def test_sampling_value_out_of_range_is_refused_by_field(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(InputError) as caught:
         Sampling(**wrong)
     assert caught.value.field == field
 
 
-def test_requests_without_any_of_it_cost_what_they_did() -> None:
+def test_requests_without_logit_edits_skip_their_work() -> None:
     from potluck.engine.compute.sample import _edited, _without_barred
 
     row = torch.zeros(2, VOCAB)

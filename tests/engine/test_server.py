@@ -39,7 +39,7 @@ async def pair(sender: Client, receiver: Client, cut: int, **fields: object) -> 
     )
 
 
-async def test_segments_across_two_faces_answer_as_one(expected: list[int]) -> None:
+async def test_request_segments_on_two_engines_answer_like_one(expected: list[int]) -> None:
     async with face(make_service()) as one, face(make_service()) as two:
         status, lines = await one.segment(TOKENS, max_tokens=OUTPUT)
         assert status == 200
@@ -55,7 +55,7 @@ async def test_segments_across_two_faces_answer_as_one(expected: list[int]) -> N
         await two.until_idle()
 
 
-async def test_a_role_says_what_an_engine_is_for_not_what_it_can_do(expected: list[int]) -> None:
+async def test_engine_role_does_not_limit_what_an_engine_can_do(expected: list[int]) -> None:
     async with face(make_service()) as one:
         running = asyncio.create_task(one.segment(TOKENS, max_tokens=200, ignore_eos=True))
         while not (await one.get("/status"))[1]["running"]:
@@ -81,7 +81,7 @@ async def test_a_role_says_what_an_engine_is_for_not_what_it_can_do(expected: li
             assert (await one.post("/role", wrong))[0] == 400
 
 
-async def test_draining_refuses_new_ones_and_ends() -> None:
+async def test_draining_engine_refuses_new_requests_and_finishes_running_ones() -> None:
     async with face(make_service()) as one:
         running = asyncio.create_task(one.segment(TOKENS, max_tokens=100, ignore_eos=True))
         while not (await one.get("/status"))[1]["running"]:
@@ -100,7 +100,7 @@ async def test_draining_refuses_new_ones_and_ends() -> None:
         assert (await one.segment(TOKENS, max_tokens=1))[0] == 200
 
 
-async def test_a_client_that_leaves_cancels() -> None:
+async def test_disconnected_client_cancels_its_segment() -> None:
     async with face(make_service()) as one:
         body = {"request": "r", "model": NAME, "tokens": TOKENS, "max_tokens": 400, "ignore_eos": True}
         async with one.session.post(one.url + "/segments", json=body) as reply:
@@ -112,7 +112,7 @@ async def test_a_client_that_leaves_cancels() -> None:
         assert counters.output_tokens < 400
 
 
-async def test_a_cache_that_nobody_fetches_is_let_go() -> None:
+async def test_unfetched_cache_is_freed_after_its_lease() -> None:
     async with face(make_service(limits=QUICK)) as one:
         status, lines = await one.segment(TOKENS, stop=50)
         assert status == 200
@@ -144,7 +144,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_segments_are_refused_in_one_line() -> None:
+async def test_invalid_segments_are_refused_in_one_line() -> None:
     async with face(make_service(limits=QUICK)) as one:
         for fields, says in WRONG:
             body = {"request": "r", "model": NAME, "tokens": [1, 2, 3], "max_tokens": 4, **fields}
@@ -164,7 +164,7 @@ async def test_wrong_segments_are_refused_in_one_line() -> None:
         await one.until_idle()
 
 
-async def test_too_many_requests_are_told_so_and_a_deadline_ends_one() -> None:
+async def test_too_many_requests_are_refused_and_a_deadline_ends_one() -> None:
     limits = RequestLimits(open_requests=2, deadline_s=1.5, handover_s=30)
 
     async with face(make_service(limits=limits)) as one:
@@ -180,7 +180,7 @@ async def test_too_many_requests_are_told_so_and_a_deadline_ends_one() -> None:
         assert one.service.counters.ended == {"error": 2}
 
 
-async def test_a_key_opens_everything_but_health() -> None:
+async def test_api_key_protects_every_path_but_health() -> None:
     async with face(make_service(), key="a secret") as one:
         assert (await one.get("/status"))[0] == 200
         one.headers = {"Authorization": "Bearer another"}
@@ -191,7 +191,7 @@ async def test_a_key_opens_everything_but_health() -> None:
         assert (await one.get("/health"))[0] == 200
 
 
-async def test_status_and_metrics_say_what_happened() -> None:
+async def test_status_and_metrics_count_requests_tokens_and_prefix_hits() -> None:
     async with face(make_service()) as one:
         await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
         await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
@@ -217,7 +217,7 @@ async def test_status_and_metrics_say_what_happened() -> None:
         assert json.dumps(status)
 
 
-async def test_a_loop_that_fails_answers_everybody() -> None:
+async def test_failed_engine_loop_answers_every_request_with_an_error() -> None:
     async with face(make_service()) as one:
 
         def broken(*_: object) -> object:
@@ -236,7 +236,7 @@ SALTED_TOKENS = prompt(70)
 
 
 @pytest.mark.parametrize("kind", ["full-fancy", "hybrid"])
-async def test_same_tokens_share_under_the_same_salt_alone(kind: str) -> None:
+async def test_equal_prefixes_are_shared_only_under_the_same_salt(kind: str) -> None:
     service = make_service(kind)
     async with face(service) as one:
 
@@ -293,7 +293,7 @@ def drawn(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("hybrid", {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": -5}),
     ],
 )
-async def test_what_follows_is_what_would_have_followed(kind: str, way: dict[str, Any]) -> None:
+async def test_resumed_request_continues_with_the_same_tokens(kind: str, way: dict[str, Any]) -> None:
     async with face(make_service(kind)) as one, face(make_service(kind, prefix_cache_bytes=0)) as two:
 
         def rest(k: int, so_far: list[int]) -> dict[str, Any]:
@@ -339,7 +339,9 @@ def read(answer: dict[str, Any], replica: str) -> list[CacheReported]:
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
-async def test_an_index_follows_an_engine_s_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefix_index_follows_the_cache_reports_of_an_engine(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feeds, "MOST_REPORTS", 2)
 
     index, quick, seen = PrefixIndex(), PrefixIndex(), 0
@@ -370,7 +372,7 @@ async def test_an_index_follows_an_engine_s_cache(kind: str, monkeypatch: pytest
             assert status == 400
 
 
-def test_prefixes_survive_in_files(tmp_path: Path) -> None:
+def test_prefix_cache_on_disk_survives_a_restart(tmp_path: Path) -> None:
     async def scenario(expected: int) -> None:
         service = make_service("full", prefix_cache_dir=tmp_path)
         async with face(service) as engine:

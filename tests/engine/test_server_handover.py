@@ -58,7 +58,7 @@ def _where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(IncomingHandover, "__init__", beside)
 
 
-async def test_a_handle_is_good_for_one_request_only() -> None:
+async def test_transfer_handle_is_valid_for_one_request_only() -> None:
     async with face(make_service(limits=RequestLimits(attach_s=0.3))) as one, face(make_service()) as two:
         handle = new_handle()
         segment = asyncio.create_task(one.segment(TOKENS, stop=50, handle=handle))
@@ -84,7 +84,7 @@ def fetching() -> int:
 
 @pytest.mark.usefixtures("_where")
 @pytest.mark.parametrize("sends", [False, True])
-async def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
+async def test_disconnected_client_stops_its_kv_transfer(sends: bool) -> None:
     """A receiver whose cache never comes, or a sender whose receiver is there already: nobody waits for them."""
 
     async with face(make_service()) as one, face(make_service()) as two:
@@ -111,7 +111,7 @@ async def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
 
 @pytest.mark.usefixtures("_where")
 @pytest.mark.parametrize("codec", ["fp16", "int8", "int4"])
-async def test_kv_crosses_as_the_plan_reckons_and_status_says_how(
+async def test_kv_transfer_has_the_planned_bytes_and_is_reported_in_status(
     codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over the connections of the plan's wire, in as many bytes as planner and simulator count, states whole."""
@@ -141,7 +141,7 @@ async def test_kv_crosses_as_the_plan_reckons_and_status_says_how(
         assert (out["peer"], back["peer"]) == ("127.0.0.1", one.kv)
 
 
-async def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens() -> None:
+async def test_kv_is_fetched_only_from_peers_and_ports_are_not_probed() -> None:
     service = make_service("full", limits=QUICK, kv=KvSettings(fleet=(("10.9.9.9", 1234),)))
     async with face(service) as one:
 
@@ -242,7 +242,7 @@ STATUS = {"refusal": 424, "unknown": 424, "nobody": 502, "cut": 502}
     "damage", ["model", "hash", "shape", "missing", "noise", "cut", "refusal", "unknown", "nobody"]
 )
 @pytest.mark.usefixtures("_where")
-def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, expected: list[int]) -> None:
+def test_damaged_kv_transfer_is_refused_and_the_engine_continues(damage: str, expected: list[int]) -> None:
     async def scenario(kv: str, handle: str) -> None:
         async with face(make_service(limits=QUICK, prefix_cache_bytes=0)) as one:
             source = {"kv": kv, "handle": handle}
@@ -266,9 +266,7 @@ def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, exp
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-async def test_a_cache_may_cross_in_fewer_bits_and_never_becomes_a_prefix(
-    codec: str, expected: list[int]
-) -> None:
+async def test_lossy_kv_is_accepted_and_never_becomes_a_prefix(codec: str, expected: list[int]) -> None:
     async with face(make_service()) as one, face(make_service()) as two:
         for sent in (codec, "raw"):
             handle = new_handle()
@@ -291,7 +289,7 @@ async def test_a_cache_may_cross_in_fewer_bits_and_never_becomes_a_prefix(
 
 
 @pytest.mark.parametrize(("second", "status"), [("raw", 424), ("int8", 200)])
-async def test_what_came_in_fewer_bits_goes_on_only_as_such(second: str, status: int) -> None:
+async def test_lossy_kv_is_passed_on_only_with_a_lossy_codec(second: str, status: int) -> None:
     """Else the third engine would take it for exact, and give it to others."""
 
     async with face(make_service()) as one, face(make_service()) as two, face(make_service()) as three:
@@ -345,7 +343,7 @@ async def _died(engine: Client, after: type | None) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("after", [TransferOpening, ChunkPiece])
-async def test_a_receiver_that_dies_is_told_of_to_whoever_asked(after: type) -> None:
+async def test_dead_receiver_is_reported_to_the_client_of_the_sender(after: type) -> None:
     async with face(make_service(limits=SHORT_LEASES, kv=KV)) as one:
         lines = await _died(one, after)
         assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "receiver_gone")
@@ -354,7 +352,7 @@ async def test_a_receiver_that_dies_is_told_of_to_whoever_asked(after: type) -> 
         await one.until_idle()
 
 
-async def test_nothing_is_computed_for_a_receiver_that_is_gone() -> None:
+async def test_queued_prefill_of_a_dead_receiver_is_not_computed() -> None:
     """It dies while the prompt still waits for its turn: the poster hears of it before that comes."""
 
     async with face(make_service(limits=SHORT_LEASES, kv=KV, max_running=1)) as one:
@@ -372,14 +370,14 @@ async def test_nothing_is_computed_for_a_receiver_that_is_gone() -> None:
         await one.until_idle()
 
 
-async def test_a_cache_that_nobody_comes_for_is_told_of_too() -> None:
+async def test_unfetched_cache_is_reported_to_its_client() -> None:
     async with face(make_service(limits=SHORT_LEASES, kv=KV)) as one:
         _, lines = await one.segment(LONG_TOKENS, stop=50)
         assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "not_fetched")
         assert [next(iter(line)) for line in lines] == ["handle", "computed", "ended"]
 
 
-async def test_a_receiver_that_fails_is_told_of_and_one_that_does_not_is_not() -> None:
+async def test_failed_receiver_is_reported_and_a_successful_one_is_not() -> None:
     expected = harness("hybrid").answer(LONG_TOKENS, 3)
 
     async with (
@@ -466,7 +464,7 @@ def put_aside(brain_loop: MockLoopHarness, hops: list[Leg]) -> list[Leg]:
     ]
 
 
-def test_a_ring_whose_fetches_come_in_the_other_order_goes_on() -> None:
+def test_ring_of_transfers_fetched_in_reverse_order_completes() -> None:
     """Those that are fetched first are computed last: they wait for rows of caches that nobody fetches yet."""
     harnesses = harnesses_of(3)
     hops = [
@@ -485,7 +483,7 @@ def test_a_ring_whose_fetches_come_in_the_other_order_goes_on() -> None:
     st.integers(0, 1 << 16),
     st.sampled_from([20, 60, 1000]),
 )
-def test_whoever_hands_on_to_whom_all_are_answered(
+def test_random_transfers_between_engines_all_complete(
     pairs: list[tuple[int, int]], seed: int, blocks: int
 ) -> None:
     chance, harnesses = Random(seed), harnesses_of(4, blocks=blocks)
@@ -500,7 +498,7 @@ def test_whoever_hands_on_to_whom_all_are_answered(
         brain_loop.loop.check()
 
 
-def test_a_cache_that_nobody_came_for_leaves_its_row_only_when_somebody_waits() -> None:
+def test_unfetched_cache_leaves_its_row_only_when_another_request_waits() -> None:
     sender, receiver = harnesses_of(2)
     hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(3)]
     sender.run()
@@ -518,7 +516,7 @@ def test_a_cache_that_nobody_came_for_leaves_its_row_only_when_somebody_waits() 
         sender.loop.attach(gone[0].source, 16, sender.now_s)
 
 
-def test_what_is_put_aside_is_bounded_and_may_be_dropped() -> None:
+def test_host_copies_of_unfetched_caches_are_bounded() -> None:
     sender, receiver = harnesses_of(2)
     sender.loop.host_kv.most_bytes = 1
     hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(9)]
@@ -530,7 +528,7 @@ def test_what_is_put_aside_is_bounded_and_may_be_dropped() -> None:
     assert len(put_aside(sender, hops)) == 2
 
 
-async def test_a_ring_of_engines_goes_on_over_their_faces(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ring_of_engines_over_http_completes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three engines with a few rows and fewer fetches at once; who is fetched first is computed last."""
     monkeypatch.setattr(kv_connector, "MOST_AT_ONCE", 2)
 
@@ -558,7 +556,7 @@ async def test_a_ring_of_engines_goes_on_over_their_faces(monkeypatch: pytest.Mo
             await engine.until_idle()
 
 
-async def test_hand_overs_that_fill_the_send_queue_hold_up_nobody_who_has_a_row(
+async def test_full_send_queue_does_not_block_requests_that_have_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The receiver has room for one; the sender has memory for two, and fewer threads than caches to send."""

@@ -108,7 +108,7 @@ async def served(service: EngineService, visit: Callable[[str], Awaitable[None]]
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_client_that_leaves_ends_its_requests(stream: bool, n: int) -> None:
+async def test_disconnected_client_ends_all_its_requests(stream: bool, n: int) -> None:
     service = make_service("full", max_running=4)
     body = {"model": NAME, "prompt": spell(TOKENS), "max_tokens": 400, "ignore_eos": True}
 
@@ -142,7 +142,7 @@ BROKEN = [
 ]
 
 
-async def test_clients_that_do_not_speak_http_are_told_and_leave_no_traceback(
+async def test_clients_that_send_invalid_http_get_400_without_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     replies: list[bytes] = []
@@ -161,7 +161,7 @@ async def test_clients_that_do_not_speak_http_are_told_and_leave_no_traceback(
     assert "Traceback" not in caplog.text
 
 
-async def test_a_key_is_compared_whatever_it_is_and_never_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_api_key_of_any_bytes_is_compared_and_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     key = "the-secret-of-this-engine"
 
@@ -189,7 +189,7 @@ async def test_a_key_is_compared_whatever_it_is_and_never_told(caplog: pytest.Lo
     assert key not in caplog.text
 
 
-async def test_the_page_needs_nothing_from_elsewhere_and_no_key() -> None:
+async def test_engine_page_loads_nothing_external_and_needs_no_key() -> None:
     async with face(make_service("full"), key="a secret") as one, one.session.get(one.url + "/") as reply:
         text = await reply.text()
         assert reply.status == 200
@@ -198,7 +198,7 @@ async def test_the_page_needs_nothing_from_elsewhere_and_no_key() -> None:
         assert NAME not in text
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_incomplete_body_gets_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "BODY_S", 0.1)
 
     async with face(make_service("full")) as one:
@@ -233,7 +233,7 @@ async def _hangs(_: web.Request) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("handler", [_stalls, _fails])
-async def test_an_answer_that_breaks_off_is_seen_to_be_broken(
+async def test_interrupted_response_is_visibly_truncated(
     handler: Handling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A second answer in the middle of the first, or a clean end, would be taken for the whole."""
@@ -247,7 +247,7 @@ async def test_an_answer_that_breaks_off_is_seen_to_be_broken(
     assert ("a bug" in caplog.text) == (handler is _fails)
 
 
-async def test_a_handler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hanging_handler_is_answered_with_504(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_app, "STALLED_S", 0.1)
     monkeypatch.setattr(openai_routes, "models", _hangs)
 
@@ -256,7 +256,7 @@ async def test_a_handler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch)
         assert (status, body["error"]["code"]) == (504, "deadline")
 
 
-async def test_a_loop_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hanging_engine_loop_is_answered_with_504(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_channels, "LAST_WORD_S", 0.1)
     go_on = threading.Event()
 
@@ -279,7 +279,7 @@ async def test_a_loop_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_stream_that_fails_says_so_and_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_stream_ends_with_an_error_event(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when several answers are mixed, and while one of them is being written: the client must not mistake it
     for a lost connection."""
     write = web.StreamResponse.write
@@ -332,7 +332,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--host", "no such host"], "no such host"),
     ],
 )
-def test_what_cannot_be_served_is_a_start_up_error_in_one_line(
+def test_start_up_error_is_one_line(
     options: list[str],
     says: str,
     stored: Path,
@@ -347,14 +347,14 @@ def test_what_cannot_be_served_is_a_start_up_error_in_one_line(
     assert len(shown.splitlines()) == 1
 
 
-def test_a_port_in_use_is_a_start_up_error(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_used_port_is_a_start_up_error(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run(["engine", "serve", "--model", str(stored), "--port", str(port)]) == 2
     assert f"127.0.0.1:{port} cannot be used" in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_is_none_is_a_start_up_error(
+def test_invalid_tokenizer_file_is_a_start_up_error(
     stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "m"
@@ -412,7 +412,7 @@ def dropped(one: Client) -> dict[str, int]:
     return dict(one.service.dropped)
 
 
-async def test_half_sent_requests_do_not_keep_others_out(caplog: pytest.LogCaptureFixture) -> None:
+async def test_half_sent_requests_do_not_block_others(caplog: pytest.LogCaptureFixture) -> None:
     """More than there is room for, of heads and of bodies, all held open."""
 
     async with face(make_service("full", RequestLimits(connections=20))) as one:
@@ -429,7 +429,7 @@ async def test_half_sent_requests_do_not_keep_others_out(caplog: pytest.LogCaptu
     assert "Traceback" not in caplog.text
 
 
-async def test_heads_that_do_not_come_and_idle_connections_end() -> None:
+async def test_incomplete_heads_and_idle_connections_time_out() -> None:
     async with face(make_service("full", RequestLimits(head_s=0.3, idle_s=0.3))) as one:
         status, body = await told(await connect(one, HALF_HEAD))
         assert (status, body["error"]["type"]) == (408, "invalid_request_error")
@@ -444,7 +444,7 @@ async def test_heads_that_do_not_come_and_idle_connections_end() -> None:
         assert dropped(one) == {"late": 3, "idle": 1}
 
 
-async def test_a_head_that_does_not_end_is_not_kept() -> None:
+async def test_endless_head_is_refused_with_431() -> None:
     async with face(make_service("full")) as one:
         reader, writer = await connect(one, b"GET /health HTTP/1.1\r\n")
         line = b"X-%d: " + b"a" * 4000 + b"\r\n"
@@ -459,7 +459,7 @@ async def test_a_head_that_does_not_end_is_not_kept() -> None:
         assert (await told(await connect(one, raw % len(body) + body)))[0] == 200
 
 
-async def test_thousands_of_requests_in_one_connection_are_answered_in_turn() -> None:
+async def test_thousands_of_pipelined_requests_are_answered_in_order() -> None:
     async with face(make_service("full")) as one:
         reader, writer = await connect(one)
         sending = asyncio.create_task(_send(writer, HEALTH * 2000))
@@ -478,7 +478,7 @@ async def _send(writer: asyncio.StreamWriter, raw: bytes) -> None:
     await writer.drain()
 
 
-async def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     async def large(_: web.Request) -> web.Response:
         return web.Response(body=b"x" * 30_000_000)
 
@@ -501,7 +501,7 @@ async def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPat
         writer.close()
 
 
-async def test_too_many_bytes_of_bodies_send_the_largest_away() -> None:
+async def test_largest_body_is_refused_beyond_the_memory_of_all_bodies() -> None:
     limits = RequestLimits(bodies_bytes=1_000_000, body_bytes=900_000)
     async with face(make_service("full", limits)) as one:
         head = b"POST /drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n"
@@ -522,7 +522,7 @@ async def test_too_many_bytes_of_bodies_send_the_largest_away() -> None:
 
 
 @pytest.mark.parametrize(("files", "most"), [(resource.RLIM_INFINITY, 1280), (1024, 768), (65536, 1280)])
-async def test_there_is_room_for_as_many_as_there_are_files_for(
+async def test_connection_limit_follows_the_open_file_limit(
     files: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
@@ -544,7 +544,7 @@ class Starved(socket.socket):
         return super().accept()
 
 
-async def test_without_file_descriptors_it_neither_spins_nor_floods_the_log(
+async def test_lack_of_file_descriptors_neither_spins_nor_floods_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bound = engine_app._bound
@@ -563,7 +563,9 @@ async def test_without_file_descriptors_it_neither_spins_nor_floods_the_log(
     assert "Traceback" not in caplog.text
 
 
-async def test_when_all_are_busy_the_next_is_told_and_stop_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_beyond_the_limit_gets_503_and_shutdown_is_quick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     go_on = asyncio.Event()
 
     async def slow(_: web.Request) -> web.Response:
@@ -589,7 +591,7 @@ async def test_when_all_are_busy_the_next_is_told_and_stop_is_quick(monkeypatch:
 
 
 @given(st.lists(st.tuples(st.sampled_from("cwpl"), st.integers(0, 9)), max_size=60))
-def test_who_gives_way_waits_longest_at_the_address_with_the_most_that_wait(
+def test_longest_idle_connection_of_the_busiest_address_is_closed_first(
     moves: list[tuple[str, int]],
 ) -> None:
     crowd: ConnectionLimits[int] = ConnectionLimits(5)
@@ -669,20 +671,22 @@ NOT = [
 
 
 @pytest.mark.parametrize(("served", "method", "headers"), FINE)
-def test_clients_and_the_engines_own_page_pass(
+def test_clients_and_the_engine_page_pass_the_origin_check(
     served: ServedNames, method: str, headers: dict[str, str]
 ) -> None:
     check_origin(method, headers, served)
 
 
 @pytest.mark.parametrize(("served", "method", "headers", "code"), NOT)
-def test_pages_of_others_do_not(served: ServedNames, method: str, headers: dict[str, str], code: str) -> None:
+def test_pages_of_other_origins_are_refused(
+    served: ServedNames, method: str, headers: dict[str, str], code: str
+) -> None:
     with pytest.raises(HttpRefusal) as caught:
         check_origin(method, headers, served)
     assert (caught.value.status, caught.value.code) == (403, code)
 
 
-async def test_no_page_drains_an_engine_and_every_answer_has_a_name() -> None:
+async def test_cross_origin_requests_cannot_drain_an_engine() -> None:
     async with face(make_service("full")) as one:
         form = {"Origin": "https://example.org", "Content-Type": "text/plain"}
         for method, path in (("POST", "/drain"), ("POST", "/role"), ("PUT", "/peers"), ("POST", "/segments")):

@@ -155,7 +155,7 @@ async def test_a_pipeline_goes_on_with_the_workers_that_are_left(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_role_change_in_the_middle_changes_no_token(kind: str) -> None:
+async def test_role_change_during_an_answer_changes_no_token(kind: str) -> None:
     tokens = prompt(90)
 
     async with face(make_service(kind)) as one:
@@ -315,7 +315,7 @@ async def answers(
 
 
 @pytest.mark.slow
-def test_every_route_and_every_recovery_gives_the_tokens_of_one_engine(
+def test_every_route_and_recovery_gives_the_tokens_of_one_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Engines are said to be gone while they stream, which is otherwise not believed.

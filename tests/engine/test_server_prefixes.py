@@ -60,7 +60,7 @@ NAMED = ["full-fancy", "hybrid", "latent", "long-window"]
 
 
 @pytest.mark.parametrize("kind", NAMED)
-async def test_after_a_move_the_target_answers_from_it_and_says_the_same(kind: str) -> None:
+async def test_copied_prefix_is_used_and_gives_the_same_tokens(kind: str) -> None:
     async with face(make_service(kind)) as one, face(make_service(kind)) as two:
         _, lines = await one.segment(TOKENS, max_tokens=OUTPUT, salt="acme")
         expected = tokens_in(lines)
@@ -91,7 +91,7 @@ async def test_after_a_move_the_target_answers_from_it_and_says_the_same(kind: s
         await nothing_left(one, two)
 
 
-async def test_only_what_the_target_lacks_crosses() -> None:
+async def test_only_missing_blocks_of_a_prefix_are_copied() -> None:
     async with face(make_service("full")) as one, face(make_service("full")) as two:
         expected = tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1])
         await two.segment(TOKENS[:35], max_tokens=1)
@@ -107,7 +107,7 @@ async def test_only_what_the_target_lacks_crosses() -> None:
         await nothing_left(one, two)
 
 
-async def test_loans_are_for_those_who_know_the_handle_the_request_and_the_blocks() -> None:
+async def test_prefix_copy_needs_its_handle_request_and_blocks() -> None:
     async with (
         face(make_service("full", limits=PATIENT)) as one,
         face(make_service("full", limits=PATIENT)) as two,
@@ -129,7 +129,7 @@ async def test_loans_are_for_those_who_know_the_handle_the_request_and_the_block
         await nothing_left(one, two)
 
 
-async def test_bad_asks_are_refused_with_a_line() -> None:
+async def test_invalid_prefix_requests_are_refused_in_one_line() -> None:
     limits = RequestLimits(prefix_moves=1, lease_s=0.4)
     stranger = make_service("full", kv=KvSettings())
     async with face(make_service("full", limits=limits)) as one, face(stranger) as two:
@@ -166,7 +166,7 @@ async def test_bad_asks_are_refused_with_a_line() -> None:
         assert (await fetched(none, blocks, loan))[1]["error"]["code"] == "no_cache"
 
 
-async def test_what_went_before_it_was_fetched_is_said_and_changes_nothing() -> None:
+async def test_prefix_evicted_before_its_fetch_is_reported_without_effect() -> None:
     async with (
         face(make_service("full", limits=QUICK)) as one,
         face(make_service("full", limits=QUICK)) as two,
@@ -190,7 +190,7 @@ async def test_what_went_before_it_was_fetched_is_said_and_changes_nothing() -> 
 
 
 @pytest.mark.parametrize("who", ["source", "target"])
-async def test_nothing_is_left_when_either_dies(who: str) -> None:
+async def test_failed_prefix_copy_leaves_nothing_behind(who: str) -> None:
     slow = KvSettings(fleet=TRIAL.fleet, sender=SenderLimits(lease_s=0.3))
     one, two = make_service("full", limits=QUICK, kv=slow), make_service("full", limits=QUICK)
     async with face(one) as source, face(two) as target:
@@ -236,7 +236,7 @@ def lent_moved() -> tuple[tuple[int, ...], list[KvChunk]]:
     return names, cache.lend(names, 0)
 
 
-def test_what_is_sound_is_kept_and_gone_over_to_others(lent_moved: Any) -> None:
+def test_received_prefix_is_kept_and_can_be_copied_on(lent_moved: Any) -> None:
     names, chunks = lent_moved
     cache, received = PrefixCache(CONFIG, 10_000_000, "m"), ReceivedPrefix(CONFIG.model, 0, LENGTH)
     for chunk in reversed(chunks):
@@ -257,7 +257,7 @@ def plain(chunk: KvChunk) -> tuple[Any, ...]:
     return chunk.layer, chunk.part, chunk.first, chunk.stop, chunk.shape, bytes(chunk.data)
 
 
-def test_what_is_not_sound_is_refused(lent_moved: Any) -> None:
+def test_invalid_prefix_chunks_are_refused(lent_moved: Any) -> None:
     _, chunks = lent_moved
     tokens = next(chunk for chunk in chunks if chunk.part == "kv" and chunk.first == 0)
     holes = np.frombuffer(tokens.data, np.float32).copy()

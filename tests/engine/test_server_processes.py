@@ -49,7 +49,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.wait(20) == 0
 
 
-async def test_a_request_crosses_between_two_processes_both_ways(address: str) -> None:
+async def test_request_is_transferred_between_two_processes_both_ways(address: str) -> None:
     expected = harness("hybrid").answer(TOKENS, OUTPUT)
 
     async with face(make_service(prefix_cache_bytes=0)) as here, ClientSession() as session:
@@ -92,7 +92,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "missing", "config", "json"])
-def test_a_damaged_model_is_a_start_up_error_in_one_line(
+def test_damaged_model_is_a_start_up_error_in_one_line(
     stored: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = stored / "model.safetensors"
@@ -113,7 +113,9 @@ def test_a_damaged_model_is_a_start_up_error_in_one_line(
     assert len(shown.splitlines()) == 1
 
 
-def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_comes_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("POTLUCK_API_KEY", raising=False)
     assert api_key(None) is None
     monkeypatch.setenv("POTLUCK_API_KEY", "one")
@@ -131,7 +133,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
 TEXT, CLIENT_OUTPUT = spell(prompt(40)), 12
 
 
-async def test_openais_client_is_served() -> None:
+async def test_openai_client_gets_completions_chats_and_errors() -> None:
     expected = spell(harness("full").answer(prompt(40), CLIENT_OUTPUT))
 
     async with (
@@ -200,7 +202,7 @@ GUIDELLM = {
 """As guidellm 0.8.1 sends it."""
 
 
-async def test_guidellms_body_gets_the_usage_so_far_in_every_part() -> None:
+async def test_guidellm_request_gets_continuous_usage_in_every_part() -> None:
     async with face(make_service("full")) as one:
         status, parts = await one.post("/v1/chat/completions", GUIDELLM)
         assert status == 200
@@ -211,7 +213,7 @@ async def test_guidellms_body_gets_the_usage_so_far_in_every_part() -> None:
         assert parts[-1]["choices"] == []
 
 
-async def test_ends_that_clients_set() -> None:
+async def test_min_tokens_stop_token_ids_and_include_stop_are_honoured() -> None:
     """min_tokens holds ends back, stop_token_ids add some, and what ended an answer is shown where asked for."""
     plain = harness("hybrid").answer(prompt(40), CLIENT_OUTPUT)
     at = next(place for place in range(2, CLIENT_OUTPUT - 2) if plain[place] not in plain[:place])

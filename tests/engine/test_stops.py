@@ -19,7 +19,7 @@ WORDS = st.text("ab", max_size=12)
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 12), max_size=4),
 )
-def test_stop_strings_are_found_across_any_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_are_found_across_any_chunking(text: str, stops: list[str], cuts: list[int]) -> None:
     scanner = StopScanner(stops)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     shown = ""
@@ -46,14 +46,14 @@ def first_complete(text: str, stops: list[str]) -> tuple[int, str | None]:
     return len(text), None
 
 
-def test_a_stop_that_is_complete_ends_it_whatever_began_before() -> None:
+def test_first_complete_stop_string_ends_the_text() -> None:
     for pieces in (["aba"], ["ab", "a"], ["a", "b", "a"]):
         scanner = StopScanner(["aba", "b"])
         assert "".join(map(scanner.feed, pieces)) == "a"
         assert scanner.found == "b"
 
 
-def test_nothing_is_held_back_without_need() -> None:
+def test_text_that_cannot_start_a_stop_string_is_not_held_back() -> None:
     scanner = StopScanner(["abc"])
     assert [scanner.feed(piece) for piece in ("xa", "b", "x", "ab", "c")] == ["x", "", "abx", "", ""]
     assert scanner.found == "abc"

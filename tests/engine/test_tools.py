@@ -83,7 +83,7 @@ def chat(end: int, **fields: object) -> dict[str, object]:
     return {**body, "tools": [WEATHER, CLOCK], **fields}
 
 
-async def test_engine_reads_calls_from_its_answer() -> None:
+async def test_engine_parses_tool_calls_from_its_answer() -> None:
     made, end = service()
     async with face(made) as one:
         for logprobs in (False, True):
@@ -149,7 +149,7 @@ async def test_template_variables_change_the_prompt() -> None:
 
 
 @pytest.mark.slow
-async def test_forced_call_is_valid_under_the_functions_schema() -> None:
+async def test_forced_tool_call_is_valid_under_the_function_schema() -> None:
     pytest.importorskip("llguidance")
     folder = shipped_model()
     made = assemble(
@@ -180,7 +180,7 @@ async def test_forced_call_is_valid_under_the_functions_schema() -> None:
 
 
 @pytest.mark.slow
-async def test_openais_client_reads_calls_of_an_engine_process(tmp_path: Path) -> None:
+async def test_openai_client_reads_tool_calls_of_an_engine_process(tmp_path: Path) -> None:
     folder = tmp_path / NAME
     folder.mkdir()
     write_config(folder, KINDS["hybrid"])
