@@ -99,7 +99,7 @@ def test_aiohttp_server_takes_absolute_targets_and_sends_no_server_header(
     asyncio.run(scenario())
 
 
-def test_operators_port_sends_no_server_header_and_takes_absolute_targets() -> None:
+def test_admin_port_sends_no_server_header_and_takes_absolute_targets() -> None:
     async def scenario() -> None:
         async with stage(key=None) as (_, url):
             port = int(url.rpartition(":")[2])
@@ -121,7 +121,7 @@ def test_operators_port_sends_no_server_header_and_takes_absolute_targets() -> N
     asyncio.run(scenario())
 
 
-def test_every_aiohttp_server_is_set_up_with_the_shared_rules() -> None:
+def test_every_aiohttp_server_uses_the_shared_request_rules() -> None:
     users = [path for path in SOURCE.rglob("*.py") if "web.AppRunner(" in path.read_text()]
     assert len(users) >= 3
     for path in users:

@@ -51,7 +51,7 @@ HARMLESS: list[dict[str, object]] = [
 ]
 
 
-def test_what_asks_for_nothing_passes_and_leaves_no_trace() -> None:
+def test_neutral_openai_fields_change_nothing() -> None:
     bare, bare_chat = completion(), chat()[0]
     for fields in HARMLESS:
         for asked, plain in ((completion(**fields), bare), (chat(**fields)[0], bare_chat)):
@@ -102,7 +102,7 @@ REFUSED: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("param", "fields"), REFUSED)
-def test_what_cannot_be_honoured_is_refused_under_its_name(param: str, fields: dict[str, object]) -> None:
+def test_unsupported_openai_field_is_refused_by_name(param: str, fields: dict[str, object]) -> None:
     for ask in (completion, chat):
         with pytest.raises(InputError) as caught:
             ask(**fields)
@@ -112,7 +112,7 @@ def test_what_cannot_be_honoured_is_refused_under_its_name(param: str, fields: d
         assert "\n" not in str(text)
 
 
-def test_names_that_only_one_of_the_two_has() -> None:
+def test_fields_of_only_one_endpoint_are_refused_by_the_other() -> None:
     for fields, param in (
         ({"best_of": 3}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
@@ -132,7 +132,7 @@ def test_names_that_only_one_of_the_two_has() -> None:
         assert caught.value.field == param
 
 
-def test_an_engine_that_can_do_more_is_asked_more() -> None:
+def test_fields_that_an_engine_supports_are_accepted() -> None:
     abilities = EngineAbilities(
         fields=frozenset(PENALTIES | TOOLS), formats=frozenset({"text", "json_object"})
     )
@@ -153,7 +153,7 @@ def test_an_engine_that_can_do_more_is_asked_more() -> None:
         EngineAbilities(fields=frozenset({"bogus"}))
 
 
-def test_messages_have_text_in_any_of_its_forms() -> None:
+def test_message_text_is_accepted_in_all_its_forms() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo", "cache_control": {}}]
     text: list[object] = [
         {"role": "developer", "content": "Be kind.", "name": "Ann"},
@@ -186,13 +186,13 @@ def test_messages_have_text_in_any_of_its_forms() -> None:
         ("messages[0].audio", {"role": "assistant", "audio": {"id": "a"}}),
     ],
 )
-def test_messages_that_are_none_say_where(param: str, message: object) -> None:
+def test_invalid_message_is_refused_with_its_position(param: str, message: object) -> None:
     with pytest.raises(InputError) as caught:
         chat(messages=[message])
     assert caught.value.field == param
 
 
-def test_what_is_not_set_comes_from_the_model_and_what_is_set_does_not() -> None:
+def test_unset_sampling_fields_come_from_the_model_defaults() -> None:
     model = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
     assert sampling_of(completion(), model, seed=5) == Sampling(0.6, 20, 0.95, 0.1, 5)
     set_all = completion(temperature=0, top_k=0, top_p=1, min_p=0)
@@ -223,7 +223,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5), st.booleans())
-def test_whatever_comes_is_read_or_refused_in_one_line(body: dict[str, object], talks: bool) -> None:
+def test_any_openai_body_is_read_or_refused_in_one_line(body: dict[str, object], talks: bool) -> None:
     potluck_error: PotluckError | None = None
     try:
         if talks:

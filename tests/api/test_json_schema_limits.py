@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Schema, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_schema_beyond_a_limit_is_refused_at_its_place(name: str) -> None:
+def test_schema_beyond_a_limit_is_refused_at_its_path(name: str) -> None:
     schema, says = REFUSED[name]
     with pytest.raises(InputError) as caught:
         check_json_schema(schema, "f")
@@ -232,7 +232,7 @@ def test_pattern_size_counts_repetitions(pattern: str, atoms: int) -> None:
         "x" * (PATTERN_MAX_CHARS + 1),
     ],
 )
-def test_pattern_beyond_limits_is_refused(pattern: str) -> None:
+def test_pattern_beyond_the_limits_is_refused(pattern: str) -> None:
     with pytest.raises(InputError, match="^f: "):
         check_pattern(pattern, "f")
 
@@ -268,7 +268,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["items", "properties", "$ref", "$defs", "allOf", "$anchor"]), JSON))
-def test_any_json_as_a_schema_is_accepted_or_refused_in_one_line(schema: Schema) -> None:
+def test_any_json_schema_is_accepted_or_refused_in_one_line(schema: Schema) -> None:
     assert "\n" not in problem_of(lambda: check_json_schema(schema, "f"))
 
 
@@ -283,7 +283,7 @@ def test_any_json_as_a_schema_is_accepted_or_refused_in_one_line(schema: Schema)
         ('{"minItems":1000000000}', "minItems: must be at most"),
     ],
 )
-def test_schema_text_that_cannot_be_used_is_refused(text: str, says: str) -> None:
+def test_invalid_schema_text_is_refused(text: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         check_json_schema_text(text, "f")
     check_json_schema_text("true", "f")
@@ -334,7 +334,7 @@ def test_every_field_that_makes_a_grammar_is_checked(name: str) -> None:
     assert str(caught.value).startswith(field) or field in caught.value.field
 
 
-def test_only_requests_with_a_grammar_of_their_own_are_noted() -> None:
+def test_only_requests_with_their_own_grammar_are_marked() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": TREE}}
     assert check_grammar_fields({"response_format": schema})
     assert check_grammar_fields({"structured_outputs": {"regex": "a+"}})
@@ -350,7 +350,7 @@ def test_only_requests_with_a_grammar_of_their_own_are_noted() -> None:
         assert not check_grammar_fields(body)
 
 
-def test_bodies_of_clients_and_of_segments_are_checked() -> None:
+def test_grammars_in_client_and_segment_bodies_are_checked() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": BOMB}}
     with pytest.raises(InputError, match="minItems: must be at most"):
         schema_of(form)

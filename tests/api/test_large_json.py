@@ -30,7 +30,7 @@ def outcome(read: Any, raw: bytes) -> object:
 
 
 @given(OBJECTS, st.booleans(), st.sampled_from([None, 1]), st.integers(12, 40))
-def test_large_object_is_read_as_the_fast_parser_reads_it(
+def test_large_object_equals_that_of_the_fast_parser(
     body: dict[str, Any], ascii_only: bool, indent: int | None, window_bytes: int
 ) -> None:
     raw = json.dumps(body, ensure_ascii=ascii_only, indent=indent).encode()
@@ -46,7 +46,7 @@ def test_large_object_is_read_as_the_fast_parser_reads_it(
     st.binary(max_size=2) | st.sampled_from([b",", b'"', b"]", b"}", b"\\", b"\\ud800", b"0", b" ", b"\xe6"]),
     st.integers(12, 40),
 )
-def test_damaged_object_is_refused_where_the_fast_parser_refuses_it(
+def test_damaged_object_is_refused_like_by_the_fast_parser(
     body: dict[str, Any], place: int, cut: int, inserted: bytes, window_bytes: int
 ) -> None:
     raw = json.dumps(body, ensure_ascii=False).encode()
@@ -68,7 +68,7 @@ def test_damaged_object_is_refused_where_the_fast_parser_refuses_it(
         b'{"a":' + b"9" * 4400 + b"}",
     ],
 )  # fmt: skip
-def test_corner_case_is_read_as_the_fast_parser_reads_it(raw: bytes) -> None:
+def test_corner_case_equals_that_of_the_fast_parser(raw: bytes) -> None:
     assert outcome(lambda raw: read_large_object(raw).values, raw) == outcome(parse_object, raw)
 
 
@@ -81,7 +81,7 @@ def test_members_of_the_object_are_located() -> None:
     }
 
 
-def test_too_many_values_end_reading_at_the_first_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_stops_at_the_first_value_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_json, "VALUES_MAX", 100)
     good = {"a": [1] * 97, "b": 2, "prompt": [7] * 5_000}
     assert read_large_object(json.dumps(good).encode()).values == good | {"a": [1] * 97}
@@ -90,7 +90,7 @@ def test_too_many_values_end_reading_at_the_first_one_too_many(monkeypatch: pyte
             read_large_object(raw + b"what follows is never read")
 
 
-def test_list_of_tokens_is_short_only_for_the_prompt() -> None:
+def test_only_prompt_token_lists_are_exempt_from_the_value_limit() -> None:
     numbers = json.dumps([7] * (large_json.VALUES_MAX + 1)).encode()
     read = read_large_object(b'{"prompt":%b}' % numbers).values["prompt"]
     assert read == [7] * (large_json.VALUES_MAX + 1)
@@ -101,7 +101,7 @@ def test_list_of_tokens_is_short_only_for_the_prompt() -> None:
 
 
 @given(VALUES, st.integers(1, 9), st.integers(1, 3))
-def test_value_written_in_steps_is_as_the_fast_writer_writes_it(
+def test_value_written_in_steps_equals_that_of_the_fast_writer(
     value: Any, written_chars: int, written_numbers: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -89,7 +89,7 @@ def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_the_whole(kind: str, short: int) -> None:
+def test_tokens_of_cached_stretches_equal_those_of_the_whole_text(kind: str, short: int) -> None:
     made, plain = remembering(kind), tokenizer(kind)
 
     @given(TEXTS, TEXTS)
@@ -108,7 +108,7 @@ def test_tokens_are_those_of_the_whole(kind: str, short: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS, window_chars=st.integers(1, 9), apart_chars=st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_boundaries_searched_in_windows_are_those_of_the_whole_text(
+def test_boundaries_searched_in_windows_equal_those_of_the_whole_text(
     kind: str, text: str, window_chars: int, apart_chars: int
 ) -> None:
     token_boundaries = remembering(kind)._seams
@@ -133,7 +133,7 @@ def test_boundaries_of_a_long_text_are_searched_in_short_calls() -> None:
     assert max(sizes) <= tokenizing.SEARCH_CHARS + 100
 
 
-def test_only_tokens_that_are_found_anywhere_are_cut_behind() -> None:
+def test_text_is_cut_only_behind_tokens_that_are_matched_anywhere() -> None:
     cuts = remembering("gpt2")._seams.cuts
     text = "a<|eot|>b<|im_start|>c<|im_end|>d"
     assert list(cuts(text, 0)) == []  # each of these is part of another, or overlaps with one
@@ -144,7 +144,7 @@ def test_only_tokens_that_are_found_anywhere_are_cut_behind() -> None:
     assert list(cuts("x" * 9 + "<|im_end|>" * 3, 8)) == [(19, 10)]
 
 
-def test_a_conversation_that_grows_is_tokenised_once() -> None:
+def test_growing_conversation_is_tokenised_once() -> None:
     model_tokenizer = ModelTokenizer(tokenizer("llama3"), remember_bytes=1 << 20)
     assert model_tokenizer.stretches is not None
     message = ""
@@ -163,7 +163,7 @@ def test_a_conversation_that_grows_is_tokenised_once() -> None:
     assert model_tokenizer.stretches.misses > before + 10
 
 
-def test_memory_is_bounded_by_bytes() -> None:
+def test_tokenizer_cache_is_bounded_in_bytes() -> None:
     made = remembering("shipped", 20_000)
     for turn in range(300):
         text = "".join(f"line {turn} {place} {'word ' * 60}.\nThe end" for place in range(4))
@@ -172,7 +172,7 @@ def test_memory_is_bounded_by_bytes() -> None:
     assert made.held_bytes == sum(tokenizing._bytes(key[1], result) for key, result in made._known.items())
 
 
-def test_threads_may_share_it(short: int) -> None:
+def test_tokenizer_cache_is_thread_safe(short: int) -> None:
     made, plain = remembering("shipped", 5_000), tokenizer("shipped")
     texts = [f"Some text.\nAnother {place % 7} line!\nMore of it {place % 3}" * 5 for place in range(200)]
     with ThreadPoolExecutor(4) as pool:
@@ -204,7 +204,7 @@ def changed(kind: str) -> Tokenizer:
 @pytest.mark.parametrize(
     "kind", ["truncates", "pads", "draws", "single words", "white", "specials are text", "unknown splitter"]
 )
-def test_what_cannot_be_shown_to_be_the_same_is_not_cut(kind: str) -> None:
+def test_tokenizer_without_provable_boundaries_is_not_cut(kind: str) -> None:
     assert seams_of(tokenizer("llama3")) is not None
     assert seams_of(changed(kind)) is None
     assert ModelTokenizer(changed(kind), remember_bytes=1 << 20).stretches is None

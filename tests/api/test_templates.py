@@ -98,7 +98,7 @@ def ours(folder: Path, messages: list[dict[str, Any]], **values: Any) -> str | N
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_rendered_prompts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path, TEMPLATES[name])
     shown = 0
     for label, (messages, values) in CONVERSATIONS.items():
@@ -109,7 +109,7 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert shown >= 2
 
 
-def test_files_beside_the_settings_win(tmp_path: Path) -> None:
+def test_chat_template_files_take_precedence_over_the_settings(tmp_path: Path) -> None:
     folder = write(tmp_path, "from the settings")
     assert ours(folder, [HELLO]) == theirs(folder, [HELLO]) == "from the settings"
     (folder / "chat_template.jinja").write_text("from the file{{ tools is none }}")
@@ -124,7 +124,7 @@ def test_files_beside_the_settings_win(tmp_path: Path) -> None:
     assert tokenizer.chat_has_specials
 
 
-def test_named_templates_are_not_replaced_by_the_plain_one(tmp_path: Path) -> None:
+def test_named_chat_templates_are_not_replaced_by_a_plain_one(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "D{{ bos_token }}"}, {"name": "tool_use", "template": "T"}]
     tokenizer = ModelTokenizer.read(write(tmp_path / "a", named))
     assert tokenizer is not None
@@ -136,7 +136,7 @@ def test_named_templates_are_not_replaced_by_the_plain_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("bad", [3, [], {}, [{"name": "default"}], ["text"], [{"name": 1, "template": "x"}]])
-def test_a_chat_template_of_another_shape_is_one_line(bad: object, tmp_path: Path) -> None:
+def test_invalid_chat_template_setting_is_refused_in_one_line(bad: object, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="chat_template"):
         ModelTokenizer.read(write(tmp_path, bad))
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
@@ -144,14 +144,14 @@ def test_a_chat_template_of_another_shape_is_one_line(bad: object, tmp_path: Pat
         ModelTokenizer.read(tmp_path)
 
 
-def test_the_date_is_that_of_the_clock() -> None:
+def test_chat_template_date_is_that_of_the_clock() -> None:
     text = ChatTemplates({"default": LLAMA3}, {"bos_token": "<s>"}).render(
         [HELLO], now=lambda: datetime(2031, 2, 3)
     )
     assert "Today Date: 03 Feb 2031" in text
 
 
-def test_a_refusal_is_the_templates_own_word() -> None:
+def test_exception_raised_by_a_chat_template_is_its_message() -> None:
     templates = ChatTemplates({"default": "{{ raise_exception('Only one\nline') }}"})
     with pytest.raises(InputError, match="^messages: Only one$"):
         templates.render([HELLO])
@@ -167,12 +167,12 @@ def test_a_refusal_is_the_templates_own_word() -> None:
         "{% generation %}",
     ],
 )
-def test_templates_cannot_reach_out(template: str) -> None:
+def test_chat_templates_run_in_a_sandbox(template: str) -> None:
     with pytest.raises(InputError, match="chat template refuses"):
         ChatTemplates({"default": template}).render([HELLO])
 
 
-def test_messages_stay_as_they_were() -> None:
+def test_rendering_does_not_change_the_messages() -> None:
     message = dict(REASONED)
     ChatTemplates({"default": CHATML}).render([message])
     assert message == REASONED

@@ -51,7 +51,7 @@ def test_long_text_gets_the_same_tokens_from_the_process(monkeypatch: pytest.Mon
     assert PROCESS_CHARS > 10_000
 
 
-def test_text_that_kills_the_process_is_refused_and_the_next_one_is_not(
+def test_text_that_kills_the_tokenizer_process_is_refused_and_the_next_is_not(
     process: TokenizerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_process, "SLICE_TOKENS", 3)
@@ -64,7 +64,7 @@ def test_text_that_kills_the_process_is_refused_and_the_next_one_is_not(
     assert process.encode("the cat sat", special=False) == tokens
 
 
-def test_closed_process_starts_no_other(process: TokenizerProcess) -> None:
+def test_closed_tokenizer_process_does_not_restart(process: TokenizerProcess) -> None:
     process.close()
     with pytest.raises(HttpRefusal, match="shutting down"):
         process.encode("the cat sat", special=False)

@@ -63,7 +63,7 @@ CALLS: dict[str, tuple[str, Parsed]] = {
 
 
 @pytest.mark.parametrize(("text", "expected"), CALLS.values(), ids=CALLS.keys())
-def test_calls_are_read_whole_and_character_by_character(text: str, expected: Parsed) -> None:
+def test_tool_calls_are_parsed_whole_and_character_by_character(text: str, expected: Parsed) -> None:
     assert parsed([text]) == expected
     assert parsed(list(text)) == expected
 
@@ -100,7 +100,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("text", PLAIN)
-def test_invalid_and_unfinished_calls_are_plain_text(text: str) -> None:
+def test_invalid_and_unfinished_tool_calls_are_plain_text(text: str) -> None:
     assert parsed([text]) == (text, [])
     assert parsed(list(text)) == (text, [])
 
@@ -113,7 +113,7 @@ PIECES = st.sampled_from([
 
 
 @given(st.lists(PIECES, max_size=14), st.lists(st.integers(0, 400), max_size=12), st.booleans())
-def test_any_chunking_gives_the_result_of_the_whole_text(
+def test_tool_call_parsing_does_not_depend_on_chunking(
     parts: list[str], places: list[int], parallel: bool
 ) -> None:
     text = "".join(parts)
@@ -136,7 +136,7 @@ def test_any_chunking_gives_the_result_of_the_whole_text(
         max_size=4,
     )
 )
-def test_written_calls_are_read_back_with_text_outside_of_them(
+def test_written_tool_calls_are_parsed_back_with_surrounding_text(
     rows: list[tuple[str, str, dict[str, Any]]],
 ) -> None:
     text = "".join(before + written(name, arguments) for before, name, arguments in rows)
@@ -147,7 +147,7 @@ def test_written_calls_are_read_back_with_text_outside_of_them(
     ]
 
 
-def test_text_outside_of_calls_is_shown_at_once_and_the_beginning_of_a_tag_is_held_back() -> None:
+def test_text_is_passed_on_at_once_and_a_possible_tag_is_held_back() -> None:
     parser = ToolCallParser()
     assert [parser.feed(piece) for piece in ("Hi", " <to", "ol", "s> ", "<tool_call", ">", "{")] == [
         "Hi", " ", "", "<tools> ", "", "", "",
@@ -155,12 +155,12 @@ def test_text_outside_of_calls_is_shown_at_once_and_the_beginning_of_a_tag_is_he
     assert parser.feed(" oops") == "<tool_call>{ oops"
 
 
-def test_without_parallel_calls_only_the_first_counts() -> None:
+def test_only_the_first_tool_call_counts_without_parallel_calls() -> None:
     text = f"{written('f', {})}{written('g', {})}"
     assert parsed([text], parallel=False) == ("", [(0, "f", "{}")])
 
 
-def test_bare_form_reads_one_call_without_tags() -> None:
+def test_bare_form_parses_one_tool_call_without_tags() -> None:
     text = '{"name": "f", "arguments": {"a": 1}}'
     assert parsed(list(text), "bare") == ("", [(0, "f", '{"a": 1}')])
     assert parsed([text + "\n"], "bare") == ("", [(0, "f", '{"a": 1}')])
@@ -188,7 +188,7 @@ def test_scanner_finds_the_end_of_every_json_object(value: Any, indent: int | No
     assert (scanner.complete, scanner.invalid) == (True, False)
 
 
-def test_scanner_refuses_deep_objects() -> None:
+def test_scanner_refuses_deeply_nested_objects() -> None:
     for depth, invalid in ((CALL_JSON_MAX_DEPTH, False), (CALL_JSON_MAX_DEPTH + 1, True)):
         scanner = JsonObjectScanner()
         scanner.feed('{"a":' * (depth - 1) + "{" + "}" * depth, 0)

@@ -130,13 +130,13 @@ def test_invalid_tool_fields_are_refused_with_their_name(param: str, fields: dic
             "role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": 5}}]}),
     ],
 )  # fmt: skip
-def test_invalid_calls_in_messages_are_refused_with_their_place(param: str, message: object) -> None:
+def test_invalid_tool_calls_in_messages_are_refused_with_their_position(param: str, message: object) -> None:
     with pytest.raises(InputError) as caught:
         chat(messages=[message])
     assert caught.value.field == param
 
 
-def test_tools_that_are_not_offered_leave_no_trace() -> None:
+def test_tools_that_are_not_offered_change_nothing() -> None:
     plain = chat()[0]
     for fields in (
         {"tools": []},
@@ -211,7 +211,7 @@ LARGE_PARAMETERS: list[tuple[str, dict[str, object]]] = [
 
 @pytest.mark.parametrize(("keyword", "schema"), LARGE_PARAMETERS)
 @pytest.mark.parametrize("choice", ["required", named("clock")])
-def test_schema_of_forced_call_is_within_the_limits_of_schemas(
+def test_parameters_of_a_forced_call_are_within_schema_limits(
     keyword: str, schema: dict[str, object], choice: object
 ) -> None:
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
@@ -224,7 +224,7 @@ def test_schema_of_forced_call_is_within_the_limits_of_schemas(
     assert chat(tools=tools, tool_choice=named("weather"))[0].response_format
 
 
-def test_schemas_of_forced_call_are_within_the_limits_together() -> None:
+def test_combined_parameters_of_a_forced_call_are_within_schema_limits() -> None:
     tools = [
         tool(name=f"f{n}", parameters={"type": "object", "properties": {"a": {"enum": ["x" * 60_000]}}})
         for n in range(2)
@@ -237,7 +237,7 @@ def test_schemas_of_forced_call_are_within_the_limits_together() -> None:
         chat(tools=[tool(name="f", parameters={"$ref": "#"})], tool_choice="required")
 
 
-def test_forced_call_takes_parameters_with_an_id() -> None:
+def test_forced_call_accepts_parameters_with_an_id() -> None:
     part = {"$id": "https://tools/weather", "$defs": {"a": {"enum": ["x"]}}, "type": "object"}
     parameters = {**part, "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
     asked, _ = chat(tools=[tool(name="f", parameters=parameters)], tool_choice="required")
@@ -274,7 +274,7 @@ def test_prompt_has_tools_calls_and_template_variables() -> None:
         (None, {"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs"),
     ],
 )
-def test_template_without_place_for_fields_is_named(
+def test_template_that_ignores_a_field_is_refused_by_the_field(
     template: str | None, fields: dict[str, Any], param: str
 ) -> None:
     request, messages = chat(**fields)
@@ -292,7 +292,7 @@ def test_published_templates_are_recognised_as_using_tools() -> None:
     assert templates.uses_tools()
 
 
-def test_deep_arguments_of_earlier_calls_are_no_crash() -> None:
+def test_deeply_nested_arguments_of_earlier_calls_are_accepted() -> None:
     deep = {**CALL, "function": {"name": "f", "arguments": "[" * 100_000}}
     request, messages = chat(messages=[HELLO, {"role": "assistant", "tool_calls": [deep]}])
     assert "assistant:(f )" in chat_prompt(tokenizer(TEMPLATE), request, messages)
@@ -311,7 +311,7 @@ FIELDS = ["tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
 
 @settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), JSON)
-def test_any_tool_fields_give_a_prompt_or_one_line(body: dict[str, object], calls: object) -> None:
+def test_any_tool_fields_give_a_prompt_or_one_error_line(body: dict[str, object], calls: object) -> None:
     message = {"role": "assistant", "tool_calls": calls}
     try:
         whole = parse_object(
