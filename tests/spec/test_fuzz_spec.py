@@ -62,17 +62,17 @@ def read(raw: bytes | str) -> None:
 @example(b"%TAG ! x\n")
 @example(b"a: &x\n  <<: [*x]")
 @example(b"\xc2\x85: \xe2\x80\xa8")
-def test_any_bytes(raw: bytes) -> None:
+def test_spec_of_any_bytes_is_parsed_or_refused(raw: bytes) -> None:
     read(raw)
 
 
 @given(st.text(alphabet="ab:-[]{}&*!|>'\"%@#,?\t\n <.0", max_size=60))
-def test_any_yaml_like_text(text: str) -> None:
+def test_spec_of_any_yaml_like_text_is_parsed_or_refused(text: str) -> None:
     read(text)
 
 
 @given(structures)
-def test_any_structure(value: object) -> None:
+def test_spec_of_any_structure_is_parsed_or_refused(value: object) -> None:
     read(yaml.safe_dump(value))
 
 
@@ -92,7 +92,9 @@ PLACES = [place for place in places(BASE) if place]
 
 @given(st.lists(st.tuples(st.sampled_from(places(POOLED)[1:]), structures), min_size=1, max_size=3))
 @example([(("pool", "gbps", 0), {})])
-def test_a_sound_pool_with_parts_replaced(changes: list[tuple[tuple[Any, ...], object]]) -> None:
+def test_pool_spec_with_replaced_parts_is_parsed_or_refused(
+    changes: list[tuple[tuple[Any, ...], object]],
+) -> None:
     check_replaced(POOLED, changes)
 
 
@@ -101,7 +103,7 @@ def test_a_sound_pool_with_parts_replaced(changes: list[tuple[tuple[Any, ...], o
 @example([(("fleet", "regions", 0, "nodes", 0, "node"), {"<name>": 1})])
 @example([(("models", 0, "@at"), 1)])
 @settings(max_examples=100)
-def test_a_sound_spec_with_parts_replaced(changes: list[tuple[tuple[Any, ...], object]]) -> None:
+def test_spec_with_replaced_parts_is_parsed_or_refused(changes: list[tuple[tuple[Any, ...], object]]) -> None:
     check_replaced(BASE, changes)
 
 
@@ -129,7 +131,7 @@ def check_replaced(base: Any, changes: list[tuple[tuple[Any, ...], object]]) -> 
 @example(b"TIMESTAMP,ContextTokens,GeneratedTokens\n0001-01-01,1,1")
 @example(b'Timestamp,Request tokens,Response tokens\n1,"1\n1,1')
 @example(b"\x1f\x8b")
-def test_any_trace(tmp_path_factory: Any, raw: bytes) -> None:
+def test_trace_of_any_bytes_is_read_or_refused(tmp_path_factory: Any, raw: bytes) -> None:
     path = Path(tmp_path_factory.getbasetemp()) / "fuzz.csv"
     for head in (b"", b"TIMESTAMP,ContextTokens,GeneratedTokens\n"):
         path.write_bytes(head + raw)

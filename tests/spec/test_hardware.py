@@ -13,7 +13,7 @@ from potluck.catalog import nodes, prices
 OWN = "gpus:\n  - {name: MyGPU, fp16_tflops: 200, memory_gb: 48, bandwidth_gb_per_s: 1000, sm_count: 99}\n"
 
 
-def test_a_gpu_of_its_own_by_name_and_as_a_mapping() -> None:
+def test_custom_gpu_is_used_by_name_and_as_a_mapping() -> None:
     spec = good(OWN + changed("2xL40S", "2xMyGPU").replace("1xL4\n", "{gpu: MyGPU, count: 1}\n"))
     two, one = spec.node_types[:2]
     assert (two.name, two.gpus, one.name, one.gpus) == ("2xMyGPU", 2, "1xMyGPU", 1)
@@ -27,17 +27,17 @@ def test_a_gpu_of_its_own_by_name_and_as_a_mapping() -> None:
     )
 
 
-def test_a_misspelt_own_gpu_is_suggested() -> None:
+def test_misspelt_custom_gpu_is_refused_with_a_suggestion() -> None:
     assert "unknown GPU 'MyGPUU'; did you mean 'MyGPU'?" in complaint(OWN + changed("2xL40S", "2xMyGPUU"))
 
 
-def test_an_own_gpu_may_not_pass_for_another() -> None:
+def test_custom_gpu_with_a_catalog_name_is_refused() -> None:
     text = complaint(OWN.replace("MyGPU", "l40s") + GOOD)
     assert "potluck.yaml:2: gpus[0].name: 'L40S' is in the catalog; choose another name" in text
     assert "gpus[1].name: duplicate GPU 'MyGPU'" in complaint(OWN + OWN.split("\n", 1)[1] + GOOD)
 
 
-def test_a_node_takes_what_it_leaves_out_from_the_catalog() -> None:
+def test_node_takes_omitted_fields_from_the_catalog() -> None:
     spec = good(changed("2xL40S", "{gpu: l40s, count: 2, network_gbps: 7}"))
     listed = nodes.node_type("2xL40S")
     assert spec.node_types[0].name == "2xL40S"
@@ -50,12 +50,12 @@ def test_a_node_takes_what_it_leaves_out_from_the_catalog() -> None:
     assert odd.interconnect.latency_s == pytest.approx(3e-6)
 
 
-def test_one_name_means_one_machine() -> None:
+def test_one_node_name_for_two_machines_is_refused() -> None:
     text = changed("8xH100", "{name: 2xL40S, gpu: L40S, count: 2, network_gbps: 7}")
     assert "'2xL40S' means two different machines here; give this one its own name" in complaint(text)
 
 
-def test_prices_come_from_the_catalog_when_left_out() -> None:
+def test_omitted_prices_come_from_the_catalog() -> None:
     spec = good(changed("          price_usd_per_h: 3.5\n", ""))
     cheapest = prices.price_usd_per_h("2xL40S")
     assert spec.regions[0].offers[0].price_usd_per_h == cheapest.price_usd_per_h
@@ -63,7 +63,7 @@ def test_prices_come_from_the_catalog_when_left_out() -> None:
     assert cheapest.date in spec.price_source("east", "2xL40S")
 
 
-def test_a_region_that_the_catalog_knows_brings_its_own_price() -> None:
+def test_catalog_region_gives_its_own_price() -> None:
     text = GOOD.replace("east", "us-east-1").replace("          price_usd_per_h: 0.8\n", "")
     known = prices.price_usd_per_h("1xL4", "us-east-1")
     for spec in (good(text), good(text.replace("name: us-east-1", "name: us-east-1\n      cloud: aws"))):
@@ -75,7 +75,7 @@ def test_a_region_that_the_catalog_knows_brings_its_own_price() -> None:
     assert spot.regions[0].offers[1].price_usd_per_h < known.price_usd_per_h
 
 
-def test_a_price_that_nobody_knows_must_be_given() -> None:
+def test_missing_price_unknown_to_the_catalog_is_refused() -> None:
     text = OWN + changed("2xL40S", "2xMyGPU").replace("          price_usd_per_h: 3.5\n", "")
     message = complaint(text)
     assert (
@@ -99,7 +99,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("written", ["tiny", "./tiny", "tiny/config.json"])
-def test_a_model_beside_the_spec(written: str, tmp_path: Path) -> None:
+def test_model_folder_beside_the_spec_is_read(written: str, tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     path = tmp_path / "tiny" / "config.json"
     path.write_text(json.dumps(CONFIG), "utf-8")
@@ -111,5 +111,5 @@ def test_a_model_beside_the_spec(written: str, tmp_path: Path) -> None:
     assert "num_hidden_layers" in message
 
 
-def test_the_hugging_face_id_of_a_catalog_model() -> None:
+def test_hugging_face_id_of_a_catalog_model_is_accepted() -> None:
     assert good(changed("Llama-3.1-8B", "meta-llama/Llama-3.1-8B")).models[0].model.name == "Llama-3.1-8B"

@@ -32,7 +32,7 @@ def sound(groups: list[Group], most: int) -> None:
     assert [tokens for _, tokens in groups] == sorted(tokens for _, tokens in groups)
 
 
-def test_the_truncated_lognormal_of_prfaas_has_a_mean_of_27k() -> None:
+def test_prfaas_truncated_lognormal_has_a_mean_of_27k_tokens() -> None:
     groups = cut_of(lognormal={"mu": 9.90, "sigma": 1.00, "min": 128, "max": 131072})
     sound(groups, 16)
     law = traffic.lognormal(9.90, 1.00, 128, 131072)
@@ -48,14 +48,14 @@ tokens = st.floats(1, 1e6)
 
 
 @given(tokens, st.floats(0, 50), st.sampled_from([1, 4, 16]))
-def test_mean_and_cv(average: float, cv: float, number: int) -> None:
+def test_length_bins_of_mean_and_cv_keep_the_mean(average: float, cv: float, number: int) -> None:
     groups = cut_of(number, mean=average, cv=cv)
     sound(groups, number)
     assert mean(groups) == pytest.approx(average, rel=1e-6)
 
 
 @given(tokens, st.floats(1, 10_000))
-def test_median_and_p99(p50: float, ratio: float) -> None:
+def test_length_bins_of_median_and_p99_keep_the_mean(p50: float, ratio: float) -> None:
     groups = cut_of(p50=p50, p99=p50 * ratio if p50 * ratio < 1e7 else p50)
     sound(groups, 16)
     p99 = p50 * ratio if p50 * ratio < 1e7 else p50
@@ -64,7 +64,7 @@ def test_median_and_p99(p50: float, ratio: float) -> None:
 
 
 @given(tokens, st.floats(0, 1e6))
-def test_uniform(low: float, width: float) -> None:
+def test_length_bins_of_a_uniform_distribution_keep_the_mean(low: float, width: float) -> None:
     groups = cut_of(uniform=[low, low + width])
     sound(groups, 16)
     assert mean(groups) == pytest.approx(low + width / 2, rel=1e-6)
@@ -73,7 +73,9 @@ def test_uniform(low: float, width: float) -> None:
 @given(
     st.floats(0, 15), st.floats(0.05, 4), st.floats(0, 12), st.floats(0.01, 6), st.sampled_from([1, 4, 16])
 )
-def test_truncated_lognormal(mu: float, sigma: float, low: float, width: float, number: int) -> None:
+def test_length_bins_of_a_truncated_lognormal_keep_the_mean(
+    mu: float, sigma: float, low: float, width: float, number: int
+) -> None:
     a, b = exp(low), min(exp(low + width), 1e7)
     try:
         law = traffic.lognormal(mu, sigma, a, b)
@@ -87,7 +89,7 @@ def test_truncated_lognormal(mu: float, sigma: float, low: float, width: float, 
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 9)), min_size=1, max_size=80))
-def test_values_with_weights(pairs: list[tuple[int, int]]) -> None:
+def test_length_bins_of_weighted_values_keep_the_mean(pairs: list[tuple[int, int]]) -> None:
     values, weights = [float(v) for v, _ in pairs], [float(w) for _, w in pairs]
     if not sum(weights):
         weights = [1.0] * len(values)
@@ -96,14 +98,14 @@ def test_values_with_weights(pairs: list[tuple[int, int]]) -> None:
     assert mean(groups) == pytest.approx(np.average(values, weights=weights), rel=1e-9)
 
 
-def test_few_values_stay_what_they_are() -> None:
+def test_few_length_values_are_kept_exactly() -> None:
     assert cut_of(values=[300, 100, 100], weights=[1, 1, 2]) == [(0.75, 100.0), (0.25, 300.0)]
     assert cut_of(mean=1024) == cut_of(mean=1024, cv=0) == [(1.0, 1024.0)]
     assert cut_of(p50=7, p99=7)[0][1] == pytest.approx(7)
     assert cut_of(uniform=[5, 5]) == [(1.0, 5.0)]
 
 
-def test_no_group_holds_more_than_its_part_of_requests_or_tokens() -> None:
+def test_no_length_bin_exceeds_its_share_of_requests_or_tokens() -> None:
     groups = cut_of(mean=2000, cv=3)
     assert max(share for share, _ in groups) <= 2 / 16 + 1e-9
     assert max(share * tokens for share, tokens in groups) / 2000 <= 2 / 16 + 1e-9
@@ -113,7 +115,7 @@ def test_no_group_holds_more_than_its_part_of_requests_or_tokens() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 900)), min_size=1, max_size=200))
-def test_joint_bins_keep_means(rows: list[tuple[int, int]]) -> None:
+def test_joint_length_bins_keep_both_means(rows: list[tuple[int, int]]) -> None:
     x, y = [a for a, _ in rows], [b for _, b in rows]
     bins = traffic.joint_bins(x, y)
     assert len(bins) <= traffic.INPUT_GROUPS * traffic.OUTPUT_GROUPS
@@ -123,7 +125,7 @@ def test_joint_bins_keep_means(rows: list[tuple[int, int]]) -> None:
     assert bins == traffic.joint_bins(x, y)
 
 
-def test_joint_bins_keep_correlation() -> None:
+def test_joint_length_bins_keep_the_correlation() -> None:
     x = np.arange(1, 2001)
     bins = traffic.joint_bins(x, 3 * x)
     assert all(b.output_tokens == pytest.approx(3 * b.input_tokens) for b in bins)
@@ -131,7 +133,7 @@ def test_joint_bins_keep_correlation() -> None:
     assert seen == pytest.approx(float(np.mean(3.0 * x * x)), rel=0.01)
 
 
-def test_no_requests() -> None:
+def test_joint_length_bins_of_no_requests_are_refused() -> None:
     with pytest.raises(InputError, match="has no requests"):
         traffic.joint_bins([], [])
 
@@ -149,7 +151,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("text", "average", "words"), FORMS)
-def test_every_written_form(text: str, average: float, words: str) -> None:
+def test_every_written_form_of_lengths_is_accepted(text: str, average: float, words: str) -> None:
     model = good(changed("input: 1024", f"input: {text}")).models[0]
     assert model.traffic.mean_input_tokens == pytest.approx(average, rel=1e-6)
     assert model.traffic.mean_output_tokens == pytest.approx(200, rel=1e-6)
@@ -157,5 +159,5 @@ def test_every_written_form(text: str, average: float, words: str) -> None:
     assert len(model.traffic.lengths) <= 64
 
 
-def test_words_for_a_fixed_length() -> None:
+def test_fixed_length_is_described_in_words() -> None:
     assert describe(LengthsIn(mean=5)) == "fixed 5"

@@ -20,7 +20,7 @@ from potluck.spec.spec_problems import SHOWN, SpecError, read_marked, scalar
 from potluck.spec.spec_values import WeightsLocation
 
 
-def test_the_sound_spec() -> None:
+def test_valid_spec_is_parsed_with_every_field() -> None:
     spec = good()
     chat = spec.models[0]
     assert (chat.name, chat.model.name) == ("chat", "Llama-3.1-8B")
@@ -36,7 +36,7 @@ def test_the_sound_spec() -> None:
     assert spec.budget_usd_per_h is None
 
 
-def test_a_spec_is_looked_up_by_name() -> None:
+def test_spec_entries_are_found_by_name_with_suggestions() -> None:
     spec = good()
     assert spec.model("chat").name == "chat"
     assert spec.region("west").offers[0].node == "8xH100-SXM"
@@ -115,11 +115,11 @@ BAD: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("old", "new", "says"), BAD)
-def test_bad_input_is_one_line_with_line_and_field(old: str, new: str, says: str) -> None:
+def test_invalid_spec_is_refused_in_one_line_with_line_and_field(old: str, new: str, says: str) -> None:
     assert says in complaint(changed(old, new))
 
 
-def test_all_problems_are_reported_together_in_the_order_of_the_file() -> None:
+def test_all_spec_problems_are_reported_in_file_order() -> None:
     text = changed("ttft_ms: 500", "ttft_ms: -5")
     text = text.replace("price_usd_per_h: 3.5", "price_usd_per_h: -1").replace("1xL4\n", "1xL5\n")
     text += "  - {from: wets, to: east, gbps: 1, rtt: 1}\n  - {from: wets, to: east, gbps: 1, rtt_ms: 1}\n"
@@ -129,7 +129,7 @@ def test_all_problems_are_reported_together_in_the_order_of_the_file() -> None:
     assert "fleet.regions[0].nodes[1].node: '1xL5': unknown GPU" in lines[2]
 
 
-def test_cutting_out_what_is_wrong_keeps_the_positions_of_the_rest() -> None:
+def test_problem_positions_are_those_of_the_file() -> None:
     text = changed("available: 4", "available: -4").replace("8xH100", "8xH1OO")
     assert [problem.field for problem in problems(text)] == [
         "fleet.regions[0].nodes[0].available",
@@ -137,7 +137,7 @@ def test_cutting_out_what_is_wrong_keeps_the_positions_of_the_rest() -> None:
     ]
 
 
-def test_a_long_list_of_problems_is_counted() -> None:
+def test_long_list_of_problems_is_shortened_with_a_count() -> None:
     text = GOOD + "".join(f"junk{i}: 1\n" for i in range(SHOWN + 10))
     with pytest.raises(SpecError) as caught:
         good(text)
@@ -145,36 +145,36 @@ def test_a_long_list_of_problems_is_counted() -> None:
     assert str(caught.value).splitlines()[-1] == "potluck.yaml: and 10 more"
 
 
-def test_a_file_of_something_else_is_refused_quickly() -> None:
+def test_unrelated_file_is_refused_quickly() -> None:
     assert len(problems("models:\n" + "  - 1\n" * 10_000)) <= MAX_PROBLEMS
     assert len(problems(GOOD + "  - {from: east, to: nowhere, gbps: 1, rtt_ms: 1}\n" * 1_000)) == 1_000
     assert "unknown key" in complaint(GOOD + "x" * 1_000 + ": 1\n")
 
 
-def test_a_fleet_without_gpus() -> None:
+def test_fleet_without_gpus_is_refused() -> None:
     text = GOOD.replace("available: 4", "available: 0").replace("available: 2", "available: 0")
     text = text.replace("available: 1", "available: 0")
     assert complaint(text) == "potluck.yaml:9: fleet: fleet has no GPUs: available is 0 everywhere"
 
 
-def test_missing_sections() -> None:
+def test_missing_spec_sections_are_refused() -> None:
     result = [str(problem) for problem in problems("links: []\n")]
     assert result == ["potluck.yaml:1: models: is missing", "potluck.yaml:1: fleet: is missing"]
     assert "models: needs at least one entry" in complaint("models: []\nfleet:" + GOOD.split("fleet:")[1])
 
 
-def test_duplicate_models_need_names() -> None:
+def test_duplicate_models_without_names_are_refused() -> None:
     text = GOOD.replace("fleet:", GOOD.split("fleet:")[0].removeprefix("models:\n") + "fleet:", 1)
     assert "10: models[1].name: duplicate model 'chat'; give each its own name" in complaint(text)
     assert len(good(text.replace("name: chat", "name: talk", 1)).models) == 2
 
 
-def test_a_repeated_region_is_an_error() -> None:
+def test_duplicate_region_is_refused() -> None:
     text = changed("name: west", "name: east").split("links:")[0]
     assert "19: fleet.regions[1].name: duplicate region 'east'; put its nodes together" in complaint(text)
 
 
-def test_empty_lists() -> None:
+def test_empty_spec_lists_are_refused() -> None:
     assert "fleet.regions: needs at least one entry" in complaint(
         GOOD.split("fleet:")[0] + "fleet: {regions: []}"
     )
@@ -182,12 +182,12 @@ def test_empty_lists() -> None:
     assert "19: fleet.regions[1].nodes: needs at least one entry" in complaint(text)
 
 
-def test_a_repeated_link_is_an_error() -> None:
+def test_duplicate_link_is_refused() -> None:
     text = GOOD + "  - {from: west, to: east, gbps: 1, rtt_ms: 1}\n"
     assert complaint(text) == "potluck.yaml:24: links[1]: duplicate link west -> east; keep one"
 
 
-def test_synonyms() -> None:
+def test_field_synonyms_are_accepted() -> None:
     text = changed("{ttft_ms: 500, tpot_ms: 50}", "{ttft: 500, tpot: 50}")
     text = text.replace("input: 1024", "isl: 1024").replace("output: {", "osl: {")
     assert good(text).models == good().models
@@ -205,7 +205,7 @@ def test_known_keys_follow_lists_options_and_unions() -> None:
     assert known_keys(("nowhere", 0)) == []
 
 
-def test_a_models_files_lie_beside_the_spec(tmp_path: Path) -> None:
+def test_model_files_are_resolved_relative_to_the_spec(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     for text, result in (
         ("files: words", str(tmp_path / "words")),
@@ -216,7 +216,7 @@ def test_a_models_files_lie_beside_the_spec(tmp_path: Path) -> None:
         assert load_spec(path).models[0].files == result
 
 
-def test_files(tmp_path: Path) -> None:
+def test_unreadable_spec_files_are_refused_with_a_fix(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(changed("ttft_ms: 500", "ttft_ms: -5"), "utf-8")
     with pytest.raises(InputError) as caught:
@@ -230,7 +230,7 @@ def test_files(tmp_path: Path) -> None:
         load_spec("a\0b")
 
 
-def test_models_may_sleep_and_say_where_their_weights_lie(tmp_path: Path) -> None:
+def test_model_sleep_time_and_weights_location_are_read(tmp_path: Path) -> None:
     path = tmp_path / "potluck.yaml"
     lines = "    idle_s: 600\n    weights: {place: store, path: /mnt/models, gb_per_s: 1.5}\n    slo: "
     path.write_text(changed("    slo: ", lines))
@@ -245,7 +245,7 @@ def values(text: str) -> object:
     return read_marked(text.encode(), "f.yaml")[0]
 
 
-def test_values_and_lines() -> None:
+def test_yaml_values_keep_their_line_numbers() -> None:
     text = "a: 1\nb:\n  - x\n  - {c: 2.5, d: [~, true]}\n"
     result, lines = read_marked(text.encode(), "f.yaml")
     assert result == {"a": 1, "b": ["x", {"c": 2.5, "d": [None, True]}]}
@@ -283,7 +283,7 @@ def test_quoted_scalars_stay_text() -> None:
     assert values("a: '1'\nb: !!str 2\nc: \"true\"\n") == {"a": "1", "b": "2", "c": "true"}
 
 
-def test_aliases_and_merges_are_understood() -> None:
+def test_yaml_aliases_and_merges_are_resolved() -> None:
     text = "base: &b {x: 1, y: 2}\nm: {<<: *b, y: 3}\nn: *b\n"
     assert values(text) == {"base": {"x": 1, "y": 2}, "m": {"x": 1, "y": 3}, "n": {"x": 1, "y": 2}}
 
@@ -313,23 +313,25 @@ BROKEN = [
 
 @pytest.mark.parametrize(("text", "says"), BROKEN)
 @pytest.mark.parametrize("loader", ["CSafeLoader", "SafeLoader"])
-def test_broken_yaml_is_one_line(text: str, says: str, loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_yaml_is_refused_in_one_line(
+    text: str, says: str, loader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not hasattr(yaml, loader):
         pytest.skip("PyYAML was built without libyaml")
     monkeypatch.setattr(spec_problems, "_LOADER", getattr(yaml, loader))
     assert says in complaint(text)
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_spec_with_non_utf8_bytes_is_refused_with_its_line() -> None:
     assert complaint(b"a: 1\nb: \xff\n") == "potluck.yaml:2: is not UTF-8 text: byte 0xff"
     assert "potluck.yaml:2: " in complaint(b"a: 1\nb: \x00\n")
 
 
-def test_a_byte_order_mark_is_fine() -> None:
+def test_byte_order_mark_is_ignored() -> None:
     assert values("\ufeffa: 1\n") == {"a": 1}
 
 
-def test_duplicate_keys_are_all_reported_beside_other_errors() -> None:
+def test_duplicate_keys_are_reported_beside_other_problems() -> None:
     text = changed("    name: chat\n", "    name: chat\n    name: again\n") + "links: []\n"
     text = text.replace("ttft_ms: 500", "ttft_ms: -5")
     assert [str(problem) for problem in problems(text)] == [
@@ -339,27 +341,27 @@ def test_duplicate_keys_are_all_reported_beside_other_errors() -> None:
     ]
 
 
-def test_a_bomb_of_aliases_is_refused() -> None:
+def test_exponential_yaml_aliases_are_refused() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
     assert "holds more than 200,000 values" in complaint("\n".join(lines))
 
 
-def test_a_chain_of_aliases_counts_as_depth() -> None:
+def test_chained_yaml_aliases_count_as_depth() -> None:
     lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 600)]
     assert "is nested deeper than 40 levels" in complaint("\n".join(lines))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 50_000, "- " * 50_000, "a: " + "[" * 41])
-def test_deep_nesting_is_refused(text: str) -> None:
+def test_deeply_nested_yaml_is_refused(text: str) -> None:
     assert "nested deeper" in complaint(text)
 
 
-def test_a_huge_file_is_refused() -> None:
+def test_oversized_spec_file_is_refused() -> None:
     assert complaint(b"#" * (spec_problems.MAX_BYTES + 1)).startswith("potluck.yaml: is larger than 4 MiB")
 
 
-def test_the_sound_spec_has_the_lines_the_tests_count_on() -> None:
+def test_valid_spec_of_the_tests_has_the_expected_lines() -> None:
     assert GOOD.splitlines()[3].startswith("    slo")
 
 
@@ -382,15 +384,15 @@ policy:
 """
 
 
-def test_nothing_written_is_the_default() -> None:
+def test_omitted_policy_is_the_default() -> None:
     assert good().policy == Policy()
 
 
-def test_every_rule_may_be_written() -> None:
+def test_every_policy_field_may_be_written() -> None:
     assert {*PolicyIn.model_fields} - {"at"} == {field.name for field in fields(Policy)}
 
 
-def test_what_is_written_counts() -> None:
+def test_written_policy_fields_are_applied() -> None:
     policy = good(GOOD + SECTION).policy
     assert (policy.balance, policy.max_wait_s, policy.admission) == ("token", 12, False)
     assert policy.tenants == (Tenant("search", 3), Tenant("chat"))
@@ -406,7 +408,7 @@ def test_what_is_written_counts() -> None:
     )
 
 
-def test_all_tenants_and_all_models_may_share() -> None:
+def test_all_tenants_and_all_models_may_share_prefixes() -> None:
     everything = "policy: {shared_prefixes: [{tenants: all}]}\n"
     assert good(GOOD + everything).policy.shared_prefixes == (PrefixSharing(),)
 
@@ -439,7 +441,7 @@ def test_all_tenants_and_all_models_may_share() -> None:
         ("stops: true", "stop: true", "policy.classes[1].stop: unknown key; did you mean 'stops'"),
     ],
 )
-def test_every_complaint_has_its_line(old: str, new: str, says: str) -> None:
+def test_invalid_policy_field_is_refused_with_its_line(old: str, new: str, says: str) -> None:
     assert old in SECTION
     result = problems(GOOD + SECTION.replace(old, new, 1))
     line = next(i for i, text in enumerate((GOOD + SECTION).splitlines(), 1) if old in text)
@@ -448,11 +450,11 @@ def test_every_complaint_has_its_line(old: str, new: str, says: str) -> None:
     ]
 
 
-def test_every_rule_can_be_written() -> None:
+def test_every_policy_field_exists_in_the_schema() -> None:
     assert {field.name for field in fields(Policy)} <= set(PolicyIn.model_fields)
 
 
-def test_no_tenant_is_in_two_circles_of_one_model() -> None:
+def test_tenant_in_two_sharing_groups_of_one_model_is_refused() -> None:
     circles = "[{tenants: [a, b], models: [chat]}, {tenants: [b, c]}]"
     (result,) = problems(f"{GOOD}policy: {{shared_prefixes: {circles}}}\n")
     says = "policy.shared_prefixes: has two entries for the same tenant and model; make them one"

@@ -40,7 +40,7 @@ def changed(old: str, new: str) -> str:
     return POOL.replace(old, new, 1)
 
 
-def test_regions_and_links_follow_from_a_pool() -> None:
+def test_regions_and_links_are_derived_from_a_pool() -> None:
     spec = good(POOL)
     assert spec.pool is not None
     assert [(n.name, n.region, n.gpus) for n in spec.pool.nodes] == [
@@ -56,14 +56,14 @@ def test_regions_and_links_follow_from_a_pool() -> None:
     assert spec.price_source("pool", "2xL40S") == "spec"
 
 
-def test_who_does_not_know_the_machine_counts_on_the_slowest_link() -> None:
+def test_node_network_bandwidth_is_that_of_its_slowest_pool_link() -> None:
     spec = good(POOL)
     assert spec.node_type("2xL40S").network_gbps == 20  # within its region only
     assert spec.node_type("1xL4").network_gbps == good().node_type("1xL4").network_gbps  # alone there
     assert {node.type.network_gbps for node in spec.pool.nodes[:2]} == {20}  # type: ignore[union-attr]
 
 
-def test_one_number_is_every_link_and_written_links_win() -> None:
+def test_single_pool_bandwidth_applies_to_every_link_and_written_links_override_it() -> None:
     text = POOL.split("  gbps:")[0] + "  gbps: 25\n"
     spec = good(text)
     assert spec.pool is not None
@@ -73,7 +73,7 @@ def test_one_number_is_every_link_and_written_links_win() -> None:
     assert written.links == (Link("pool", "lab", 1, 0.005),)
 
 
-def test_prices_come_from_the_catalog_where_none_is_written() -> None:
+def test_omitted_pool_prices_come_from_the_catalog() -> None:
     spec = load_spec(EXAMPLE)
     assert spec.pool is not None
     assert spec.pool.gpus == 32
@@ -81,7 +81,7 @@ def test_prices_come_from_the_catalog_where_none_is_written() -> None:
     assert spec.price_source("pool", "8xA40").startswith("catalog: ")
 
 
-def test_machines_that_nobody_lists_a_price_of_are_owned() -> None:
+def test_pool_machines_without_a_listed_price_cost_nothing() -> None:
     text = POOL.replace("three, node: 1xL4, price_usd_per_h: 0.8", "three, node: 1xMine")
     spec = parse_spec(
         text + "gpus: [{name: Mine, fp16_tflops: 80, memory_gb: 24, bandwidth_gb_per_s: 500}]\n"
@@ -129,17 +129,17 @@ BAD = [
 
 
 @pytest.mark.parametrize(("old", "new", "says"), BAD)
-def test_what_is_wrong_is_one_line(old: str, new: str, says: str) -> None:
+def test_invalid_pool_is_refused_in_one_line(old: str, new: str, says: str) -> None:
     assert complaint(changed(old, new)).startswith(f"potluck.yaml:{says}")
 
 
-def test_machines_may_say_their_zone() -> None:
+def test_pool_machines_may_have_a_zone() -> None:
     spec = good(changed(", region: lab", ", region: lab, zone: rack 7"))
     assert spec.pool is not None
     assert [node.zone for node in spec.pool.nodes] == ["", "", "rack 7"]
 
 
-def test_all_complaints_come_at_once() -> None:
+def test_all_pool_problems_are_reported_together() -> None:
     text = (
         changed("node: 1xL4", "node: 1xL5")
         .replace("[20, 0, 10]", "[0, 0, 10]")
@@ -148,7 +148,7 @@ def test_all_complaints_come_at_once() -> None:
     assert [problem.line for problem in problems(text)] == [4, 13, 16]
 
 
-def test_an_empty_pool_and_no_matrix() -> None:
+def test_empty_pool_or_missing_bandwidth_is_refused() -> None:
     assert "pool.machines: needs at least one entry" in complaint(MODELS + "pool: {machines: [], gbps: 1}\n")
     assert "pool.gbps: is missing" in complaint(POOL.split("  gbps:")[0])
     assert "pool: must be a mapping" in complaint(MODELS + "pool: 3\n")
@@ -206,7 +206,7 @@ class CountedRow(tuple[float, ...]):
         return super().__getitem__(place)  # type: ignore[index,return-value]
 
 
-def test_slowest_links_read_each_pair_of_machines_a_fixed_number_of_times() -> None:
+def test_slowest_pool_links_are_found_in_a_fixed_number_of_reads_per_pair() -> None:
     kinds = [nodes.node_type(kind) for kind in KINDS]
     for count in (20, 40, 80):
         machines = [PoolNode(f"m{i}", kinds[i % 4], kinds[i % 4].gpus) for i in range(count)]

@@ -37,12 +37,12 @@ def with_offers(*lines: str) -> str:
     return GOOD.replace(NODES, "".join(f"        - {line}\n" for line in lines))
 
 
-def test_nothing_written_asks_for_nothing() -> None:
+def test_omitted_terms_set_no_limits() -> None:
     assert good().model("chat").terms == NO_TERMS
     assert not NO_TERMS.asked
 
 
-def test_all_that_is_written_counts() -> None:
+def test_written_terms_are_applied() -> None:
     terms = good(ASKED).model("chat").terms
     assert terms == ModelTerms("node", 0.8, 0.25, ("east",), None, ("2xL40S", "8xH100-SXM"), 1, 2, 2, 1, 6, 3)
     assert list(terms.asked) == [
@@ -53,12 +53,12 @@ def test_all_that_is_written_counts() -> None:
         assert name not in terms.without(name).asked
 
 
-def test_a_bare_domain_is_all_of_the_demand() -> None:
+def test_bare_survive_domain_covers_all_demand() -> None:
     terms = good(ASKED.replace("{survive: node, share: 0.8}", "region")).model("chat").terms
     assert (terms.survive, terms.survive_share) == ("region", 1.0)
 
 
-def test_spot_beside_on_demand_and_two_zones() -> None:
+def test_spot_and_zone_offers_of_one_node_have_their_own_names() -> None:
     spec = good(
         with_offers(
             "{node: 2xL40S, available: 4, price_usd_per_h: 3.5, reserved: 2}",
@@ -74,13 +74,13 @@ def test_spot_beside_on_demand_and_two_zones() -> None:
     assert spec.node_type("2xL40S spot").gpu == spec.node_type("2xL40S").gpu
 
 
-def test_a_spot_node_without_a_rate_is_assumed_and_noted() -> None:
+def test_spot_offer_without_a_preemption_rate_gets_the_default_with_a_note() -> None:
     spec = good(with_offers("{node: 2xL40S, available: 4, price_usd_per_h: 1.5, spot: true}"))
     assert spec.region("east").offers[0].preemptions_per_h == 0.05
     assert any("assumed to be taken away 0.05 times an hour" in note for note in spec.notes)
 
 
-def test_clouds_and_residency_become_regions() -> None:
+def test_cloud_and_residency_terms_become_regions() -> None:
     text = ASKED.replace("no_regions: [west]", "only_clouds: [aws]\n      residency: [aws, west]")
     terms = (
         good(text.replace("    - name: east\n", "    - name: east\n      cloud: aws\n")).model("chat").terms
@@ -89,7 +89,7 @@ def test_clouds_and_residency_become_regions() -> None:
     assert terms.residency == ("east", "west")
 
 
-def test_money_beside_rent() -> None:
+def test_egress_storage_and_head_node_prices_are_read() -> None:
     text = GOOD.replace("rtt_ms: 60}", "rtt_ms: 60, egress_usd_per_gb: 0.02}").replace(
         "    - name: east\n",
         "    - name: east\n      head_usd_per_h: 0.3\n      storage_usd_per_gb_month: 0.08\n",
@@ -131,14 +131,14 @@ def test_money_beside_rent() -> None:
         ),
     ],
 )
-def test_complaints_name_line_and_fix(written: str, line: int, problem: str) -> None:
+def test_invalid_terms_are_refused_with_line_and_fix(written: str, line: int, problem: str) -> None:
     result = problems(written)
     assert len(result) == 1
     assert result[0].line == line
     assert problem in str(result[0])
 
 
-def test_rates_by_hour_bring_their_own_peak() -> None:
+def test_rates_by_hour_set_the_peak_rate() -> None:
     model = good(GOOD.replace("rate_per_s: 4", "rate_by_hour: [1, 2, 7, 3]")).model("chat")
     assert model.rates_by_hour == (1, 2, 7, 3)
     assert model.traffic.rate_per_s == 7
@@ -148,7 +148,7 @@ def test_rates_by_hour_bring_their_own_peak() -> None:
     assert "rate_by_hour" in str(result)
 
 
-def test_a_trace_over_hours_has_rates_by_hour() -> None:
+def test_trace_over_several_hours_gives_rates_by_hour() -> None:
     times = np.concatenate([np.arange(0, 3600, 10.0), np.arange(3600, 10800, 2.0)])
     ones = np.ones(len(times))
     rates = rates_by_hour(Trace("made", times, ones, ones, None, 0))
@@ -170,7 +170,7 @@ origins:
 )
 
 
-def test_classes_and_origins_of_a_models_users() -> None:
+def test_request_classes_and_origins_of_a_model_are_read() -> None:
     spec = good(PLACES)
     traffic = spec.model("chat").traffic
     assert traffic.classes == (("interactive", 0.3),)
@@ -191,7 +191,9 @@ def test_classes_and_origins_of_a_models_users() -> None:
         ("name: asia", "name: europe", 9, "duplicate origin 'europe'"),
     ],
 )
-def test_complaints_about_classes_and_origins(old: str, new: str, line: int, problem: str) -> None:
+def test_invalid_classes_and_origins_are_refused_with_their_line(
+    old: str, new: str, line: int, problem: str
+) -> None:
     result = problems(PLACES.replace(old, new))
     assert result[0].line == line
     assert problem in " ".join(str(item) for item in result)

@@ -43,7 +43,7 @@ SHARE = [
 ]
 
 
-def test_times_that_go_back_are_named_by_their_line(tmp_path: Path) -> None:
+def test_trace_times_that_go_back_are_refused_with_their_line(tmp_path: Path) -> None:
     swapped = AZURE.replace("18:15:56", "18:15:49")
     assert "trace.csv:5: TIMESTAMP goes back by 1.3" in refused(tmp_path, swapped)
     assert "trace.csv:3: Timestamp goes back by 1 s; sort" in refused(tmp_path, BURST.replace("45.5", "4"))
@@ -53,7 +53,7 @@ def test_times_that_go_back_are_named_by_their_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_sharegpt(tmp_path: Path, indent: int | None) -> None:
+def test_sharegpt_trace_is_read_without_times(tmp_path: Path, indent: int | None) -> None:
     trace = load_trace(write(tmp_path, json.dumps(SHARE, indent=indent), "t.json"))
     assert trace.format_name == "sharegpt"
     # 41 and 8 bytes are 11 and 2 tokens of four; the last one brings its counts.
@@ -63,7 +63,7 @@ def test_sharegpt(tmp_path: Path, indent: int | None) -> None:
     assert trace.rate_per_s is None
 
 
-def test_sharegpt_counts_bytes_so_that_chinese_is_not_four_times_too_short(tmp_path: Path) -> None:
+def test_sharegpt_token_counts_follow_bytes_for_chinese_text(tmp_path: Path) -> None:
     talk = {"conversations": [{"from": "human", "value": "你好" * 10}, {"from": "gpt", "value": "好"}]}
     trace = load_trace(write(tmp_path, json.dumps([talk], ensure_ascii=False), "t.json"))
     assert trace.input_tokens.tolist() == [15]
@@ -94,14 +94,14 @@ BAD_SHARE = [
 
 
 @pytest.mark.parametrize(("text", "says"), BAD_SHARE)
-def test_bad_sharegpt_is_named_by_its_place(text: str | bytes, says: str, tmp_path: Path) -> None:
+def test_invalid_sharegpt_entry_is_refused_by_its_place(text: str | bytes, says: str, tmp_path: Path) -> None:
     assert says in refused(tmp_path, text, "t.json")
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | (
     st.dictionaries(st.sampled_from(["conversations", "from", "value", "tokens"]), inner, max_size=3)
 )))  # fmt: skip
-def test_whatever_json_is_given_it_is_read_or_refused(
+def test_any_sharegpt_json_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, entry: object
 ) -> None:
     path = write(tmp_path_factory.mktemp("share"), json.dumps([entry]), "t.json")
@@ -134,7 +134,7 @@ def made(rows: list[tuple[float, int, int, list[int]]]) -> Trace:
 
 
 @given(traces, st.sampled_from(FORMATS), st.sampled_from(["", ".gz"]))
-def test_what_is_written_reads_back(
+def test_written_trace_is_read_back_unchanged(
     tmp_path_factory: pytest.TempPathFactory,
     rows: list[tuple[float, int, int, list[int]]],
     to: Format,
@@ -161,7 +161,7 @@ def test_what_is_written_reads_back(
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_what_cannot_be_written(tmp_path: Path) -> None:
+def test_traces_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     trace = made([(0.0, 1, 1, [])])
     with pytest.raises(InputError, match="cannot be written"):
         write_trace(trace, tmp_path / "no" / "t.csv", "azure")
@@ -174,7 +174,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=60), st.floats(1, 100))
-def test_windows_against_a_count(times: list[float], window_s: float) -> None:
+def test_trace_window_counts_equal_a_plain_count(times: list[float], window_s: float) -> None:
     at = np.array(sorted(times))
     counts = window_counts(at, window_s)
     since = at - at[0]
@@ -189,7 +189,7 @@ def test_windows_against_a_count(times: list[float], window_s: float) -> None:
 @pytest.mark.parametrize(
     "name", ["azure_llm_2023_conv.csv", "azure_llm_2023_code.csv", "mooncake_fast25_conversation.jsonl"]
 )
-def test_stats_of_public_traces(name: str) -> None:
+def test_stats_of_public_traces_equal_published_values(name: str) -> None:
     path = data_folder() / f"{name}.gz"
     if not path.is_file():
         pytest.skip("the public traces are not here; set POTLUCK_DATA to their folder")
@@ -203,7 +203,7 @@ def test_stats_of_public_traces(name: str) -> None:
             assert getattr(spread, level) == pytest.approx(known[side][level], rel=1e-3)
 
 
-def test_stats_without_times(tmp_path: Path) -> None:
+def test_trace_stats_without_times_have_no_rate(tmp_path: Path) -> None:
     result = trace_stats(load_trace(write(tmp_path, json.dumps(SHARE), "t.json")))
     assert result.rate_per_s is None
     assert result.gap_cv is None

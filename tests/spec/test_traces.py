@@ -45,7 +45,7 @@ def refused(folder: Path, text: str | bytes, name: str = "trace.csv") -> str:
     return str(caught.value)
 
 
-def test_azure(tmp_path: Path) -> None:
+def test_azure_trace_is_read(tmp_path: Path) -> None:
     trace = load_trace(write(tmp_path, AZURE.replace("\n", "\r\n")))
     assert trace.format_name == "azure"
     assert trace.input_tokens.tolist() == [374, 396, 100]
@@ -55,14 +55,14 @@ def test_azure(tmp_path: Path) -> None:
     assert trace.prefix_hit_share is None
 
 
-def test_azure_with_a_zone_and_columns_in_another_order(tmp_path: Path) -> None:
+def test_azure_trace_with_time_zone_and_reordered_columns_is_read(tmp_path: Path) -> None:
     text = "\ufeffGeneratedTokens,TIMESTAMP,ContextTokens\n7,2024-05-10 00:00:00+00:00,9\n"
     name, requests = open_trace(write(tmp_path, text))
     assert name == "azure"
     assert [(r.input_tokens, r.output_tokens) for r in requests] == [(9, 7)]
 
 
-def test_burstgpt_counts_failed_requests(tmp_path: Path) -> None:
+def test_burstgpt_trace_counts_failed_requests(tmp_path: Path) -> None:
     trace = load_trace(write(tmp_path, BURST))
     assert trace.format_name == "burstgpt"
     assert trace.output_tokens.tolist() == [18, 1]
@@ -70,7 +70,7 @@ def test_burstgpt_counts_failed_requests(tmp_path: Path) -> None:
     assert trace.span_s == 40.5
 
 
-def test_mooncake_and_its_prefixes(tmp_path: Path) -> None:
+def test_mooncake_trace_has_its_prefix_hit_share(tmp_path: Path) -> None:
     text = "".join(json.dumps(row) + "\n" for row in MOONCAKE)
     trace = load_trace(write(tmp_path, gzip.compress(text.encode()), "t.jsonl.gz"))
     assert trace.format_name == "mooncake"
@@ -79,7 +79,7 @@ def test_mooncake_and_its_prefixes(tmp_path: Path) -> None:
     assert trace.prefix_hit_share == pytest.approx((1024 + 0 + 1100) / (1100 + 1030 + 600 + 1100))
 
 
-def test_hits_end_at_the_first_unseen_block() -> None:
+def test_prefix_hits_end_at_the_first_unseen_block() -> None:
     assert hit_tokens(TraceRequest(0, 5000, 1, (1, 2, 3)), {1, 3}) == 512
     assert hit_tokens(TraceRequest(0, 5000, 1, ()), {1, 3}) == 0
 
@@ -121,25 +121,27 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "says"), BAD)
-def test_a_bad_line_is_named(text: str | bytes, says: str, tmp_path: Path) -> None:
+def test_invalid_trace_line_is_refused_by_its_number(text: str | bytes, says: str, tmp_path: Path) -> None:
     assert says in refused(tmp_path, text)
 
 
-def test_damaged_gzip(tmp_path: Path) -> None:
+def test_damaged_gzip_trace_is_refused(tmp_path: Path) -> None:
     rows = "".join(f"2023-11-16 18:16:46,{i * 7919 % 5003 + 1},{i % 97}\n" for i in range(500))
     packed = gzip.compress((AZURE + rows).encode())
     assert "cannot be read" in refused(tmp_path, packed[:-20], "t.csv.gz")
     assert "cannot be read" in refused(tmp_path, packed[:30] + b"\0" * 20 + packed[50:], "t.csv.gz")
 
 
-def test_long_lines_and_long_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_with_too_long_lines_or_too_many_requests_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(traces, "MAX_LINE_BYTES", 100)
     assert "trace.csv:6: is longer than" in refused(tmp_path, AZURE + "1" * 101)
     monkeypatch.setattr(traces, "MAX_REQUESTS", 2)
     assert "trace.csv: has more than 2 requests" in refused(tmp_path, AZURE)
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_missing_trace_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="none.csv: does not exist"):
         load_trace(tmp_path / "none.csv")
     with pytest.raises(InputError, match="is not a file"):
@@ -151,7 +153,7 @@ def with_trace(rest: str = "") -> str:
     return changed(lines, f"      trace: t.jsonl\n{rest}")
 
 
-def test_a_trace_in_a_spec(tmp_path: Path) -> None:
+def test_trace_in_a_spec_sets_rate_lengths_and_prefix_hits(tmp_path: Path) -> None:
     write(tmp_path, "".join(json.dumps(row) + "\n" for row in MOONCAKE), "t.jsonl")
     model = good(with_trace(), tmp_path).models[0]
     assert model.traffic.rate_per_s == pytest.approx(0.75)
@@ -163,7 +165,7 @@ def test_a_trace_in_a_spec(tmp_path: Path) -> None:
     assert (given.rate_per_s, given.prefix_hit_share) == (3, 0)
 
 
-def test_a_bad_trace_in_a_spec(tmp_path: Path) -> None:
+def test_invalid_trace_in_a_spec_is_refused_with_its_line(tmp_path: Path) -> None:
     assert complaint(with_trace(), tmp_path) == (
         "potluck.yaml:6: models[0].traffic.trace: t.jsonl: does not exist"
     )
@@ -185,7 +187,7 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize(("name", "kind", "rows"), PUBLIC)
-def test_public_traces(name: str, kind: str, rows: int) -> None:
+def test_public_traces_have_their_published_totals(name: str, kind: str, rows: int) -> None:
     path = data_folder() / f"{name}.{kind}.gz"
     if not path.is_file():
         pytest.skip("the public traces are not here; set POTLUCK_DATA to their folder")
