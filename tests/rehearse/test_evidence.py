@@ -40,25 +40,25 @@ from potluck.spec.load_spec import parse_spec
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 4, 9, 15, 16, 20, 40, 200])
-def test_students_t_is_the_books(degrees: int) -> None:
+def test_student_t_quantile_equals_scipy(degrees: int) -> None:
     assert student_t(degrees) == pytest.approx(stats.t.ppf(0.95, degrees), rel=1e-3)
 
 
 @given(count=st.integers(1, 5000), share=st.floats(0, 1))
-def test_wilsons_bound_is_the_books(count: int, share: float) -> None:
+def test_wilson_bound_equals_scipy(count: int, share: float) -> None:
     kept = round(count * share)
     book = stats.binomtest(kept, count).proportion_ci(0.9, method="wilson").low
     assert wilson(kept / count, count) == pytest.approx(book, abs=1e-4)
 
 
-def test_nothing_seen_proves_nothing() -> None:
+def test_evidence_without_enough_requests_does_not_hold() -> None:
     assert wilson(1.0, 0) == 0.0
     assert Evidence("m", 0.9, (), 0).lower == 0.0
     assert not Evidence("m", 0.99, (1.0, 1.0, 1.0), 30).holds
     assert Evidence("m", 0.99, (1.0, 1.0, 1.0), 3000).holds
 
 
-def test_a_spread_between_runs_lowers_the_bound() -> None:
+def test_variation_between_runs_lowers_the_bound() -> None:
     calm = Evidence("m", 0.9, (0.93, 0.94, 0.93, 0.94, 0.93), 10_000)
     wild = Evidence("m", 0.9, (0.99, 0.85, 0.99, 0.85, 0.99), 10_000)
     assert calm.holds
@@ -68,7 +68,9 @@ def test_a_spread_between_runs_lowers_the_bound() -> None:
 
 
 @pytest.mark.parametrize(("looks", "most_wrong"), [((6,), 0.08), (LOOKS, 0.1)])
-def test_the_bound_is_wrong_about_one_time_in_twenty(looks: tuple[int, ...], most_wrong: float) -> None:
+def test_attainment_bound_is_wrong_in_about_five_percent_of_cases(
+    looks: tuple[int, ...], most_wrong: float
+) -> None:
     """Runs whose requests share their fate: a bound from single requests would be wrong far more often. So would one
     that stops at the first look that seems to hold."""
     rng = np.random.default_rng(7)
@@ -86,7 +88,7 @@ def test_the_bound_is_wrong_about_one_time_in_twenty(looks: tuple[int, ...], mos
     assert naive / 600 > 1.5 * most_wrong
 
 
-def test_a_trial_is_the_same_twice_and_its_warm_up_is_not_judged() -> None:
+def test_trial_is_reproducible_and_its_warm_up_is_not_judged() -> None:
     traffic = (a_traffic(),)
     trial = replace(a_trial(a_problem(*traffic), traffic, cv=0.5), looks=(4,))
     (once,) = evidence_of(trial, trial.world.plan)
@@ -98,7 +100,7 @@ def test_a_trial_is_the_same_twice_and_its_warm_up_is_not_judged() -> None:
     assert warm_up_s == pytest.approx(WARM_UP * answer_length_s(trial.world.slos["chat"], traffic[0]))
 
 
-def test_sampling_goes_on_until_the_answer_is_clear() -> None:
+def test_trial_samples_until_the_verdict_is_clear() -> None:
     """Clear misses take one short run, clear holds twenty answer lengths, near ones all the requests there may be."""
     easy, hard = a_traffic(rate_per_s=8.0), a_traffic(rate_per_s=80.0)
     calm = a_trial(a_problem(easy), (easy,), cv=1.0)
@@ -116,7 +118,7 @@ def test_sampling_goes_on_until_the_answer_is_clear() -> None:
         assert unsure.requests > held.requests
 
 
-def test_a_flood_of_long_answers_is_seen_when_replicas_have_filled_up() -> None:
+def test_trial_detects_late_answers_once_replicas_are_full() -> None:
     """As many answers begin as there is room for in the first seconds: what they take for long is seen later."""
     traffic = Traffic("chat", 30.0, (LengthBin(200, 800, 1.0),))
     problem = a_problem(traffic, offers={"1xL40S": (1.9, 20)})
@@ -133,7 +135,7 @@ def test_a_flood_of_long_answers_is_seen_when_replicas_have_filled_up() -> None:
     assert not seen.holds
 
 
-def test_requests_that_no_plan_serves_count_as_missed() -> None:
+def test_requests_served_by_no_plan_count_as_missed() -> None:
     whole = Evidence("m", 0.99, (1.0,) * 5, 5_000, answered=(1.0,) * 5)
     part = replace(whole, left_out=0.13)
     assert whole.holds
@@ -143,7 +145,7 @@ def test_requests_that_no_plan_serves_count_as_missed() -> None:
     assert part.mean == pytest.approx(0.87)
 
 
-def test_a_plan_that_turns_people_away_does_not_hold() -> None:
+def test_plan_that_refuses_requests_does_not_hold() -> None:
     """Nine in ten in time were promised, and are; but a plan that serves all must not refuse the tenth."""
     runs = (0.94, 0.95, 0.94, 0.95, 0.94)
     assert Evidence("m", 0.9, runs, 10_000, answered=(0.999,) * 5).holds
@@ -183,7 +185,7 @@ def trial() -> PairTrial:
     return replace(made, requests=150)
 
 
-def test_a_pair_keeps_its_objective_until_it_is_asked_for_too_much(trial: PairTrial) -> None:
+def test_replica_pair_attains_its_objective_up_to_its_capacity(trial: PairTrial) -> None:
     prefill_replica, decode_replica = replica("prefill", "node0"), replica("decode", "node1")
     assert trial(prefill_replica, decode_replica, 1.0) == 1.0
     assert trial(prefill_replica, decode_replica, 1.0) == trial(prefill_replica, decode_replica, 1.0)
@@ -192,7 +194,7 @@ def test_a_pair_keeps_its_objective_until_it_is_asked_for_too_much(trial: PairTr
     assert trial(both, both, 0.5) == 1.0
 
 
-def test_all_objectives_count(trial: PairTrial) -> None:
+def test_pair_trial_judges_all_objectives(trial: PairTrial) -> None:
     """An answer takes about a second; promised in a tenth of it none is in time, whatever TTFT and TPOT are."""
     strict = replace(trial, world=replace(trial.world, slos={"chat": Slo(2.5, 0.1, e2e_s=0.1)}))
     assert strict(replica("prefill", "node0"), replica("decode", "node1"), 1.0) == 0.0
@@ -203,7 +205,7 @@ def a_trace(count: int = 4000, rate_per_s: float = 8.0) -> Workload:
     return workload("chat", when, np.arange(1, count + 1), np.full(count, 5))
 
 
-def test_a_number_always_means_the_same_requests_whoever_else_asks() -> None:
+def test_run_number_determines_the_requests_of_each_model() -> None:
     source = made_up([a_traffic("chat"), a_traffic("code")], cv=3.0)
     assert np.array_equal(source(4, ["chat"], 60.0).arrival_s, source(4, ["chat"], 60.0).arrival_s)
     assert not np.array_equal(source(4, ["chat"], 60.0).arrival_s, source(FRESH, ["chat"], 60.0).arrival_s)
@@ -216,7 +218,7 @@ def test_a_number_always_means_the_same_requests_whoever_else_asks() -> None:
         made_up([a_traffic(rate_per_s=0.0)])
 
 
-def test_rare_requests_are_waited_for_and_floods_are_cut() -> None:
+def test_trial_length_follows_the_request_rate_within_limits() -> None:
     rare = a_traffic(rate_per_s=0.01)
     trial = a_trial(a_problem(rare), (rare,))
     _, batch_s = trial.spans_s(["chat"])
@@ -226,7 +228,7 @@ def test_rare_requests_are_waited_for_and_floods_are_cut() -> None:
     assert (warm_up_s + LEAST_BATCHES * batch_s) * 5_000.0 == pytest.approx(flood.most_requests)
 
 
-def test_a_trace_is_cut_into_pieces_that_never_meet() -> None:
+def test_trace_is_divided_into_disjoint_runs() -> None:
     trace, runs = a_trace(), 5
     source = recorded({"chat": trace}, [a_traffic(rate_per_s=trace.rate_per_s or 0.0)], pieces=2 * runs)
 
@@ -242,7 +244,7 @@ def test_a_trace_is_cut_into_pieces_that_never_meet() -> None:
     assert len(source(0, ["chat"], 5.0)) < len(tokens(0))
 
 
-def test_a_trace_comes_at_the_planned_rate_beside_made_up_models() -> None:
+def test_traced_and_generated_models_arrive_at_their_planned_rates() -> None:
     traffic = [a_traffic("chat", 16.0), a_traffic("code", 4.0)]
     workload = recorded({"chat": a_trace()}, traffic)(1, ["chat", "code"], 1e9)
     rates = [
@@ -251,12 +253,12 @@ def test_a_trace_comes_at_the_planned_rate_beside_made_up_models() -> None:
     assert rates == [pytest.approx(16.0, rel=0.1), pytest.approx(4.0, rel=0.25)]
 
 
-def test_a_trace_too_short_to_be_cut_is_told() -> None:
+def test_trace_too_short_to_divide_is_refused() -> None:
     with pytest.raises(InputError, match="too short"):
         recorded({"chat": a_trace(count=50)}, [a_traffic()])
 
 
-def test_a_plan_that_was_chosen_is_tried_for_longer_within_bounds() -> None:
+def test_chosen_plan_is_simulated_longer_within_limits() -> None:
     traffic = a_traffic()
     trial = a_trial(a_problem(traffic), (traffic,), cv=1.0)
     for most, final in ((100, 800), (12_000, 96_000), (50_000, 100_000), (300_000, 300_000)):

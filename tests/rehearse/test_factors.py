@@ -21,7 +21,7 @@ SHOP = TemplateFactory(PROBLEM)
 
 @settings(max_examples=8)
 @given(chat=st.floats(1.0, 4.0), code=st.floats(1.0, 4.0))
-def test_a_restored_plan_is_sound_and_serves_the_real_demand(chat: float, code: float) -> None:
+def test_plan_scaled_back_to_the_demand_is_sound(chat: float, code: float) -> None:
     factors = {"chat": chat, "code": code}
     raw = melange(replace(SHOP, problem=scaled(PROBLEM, factors)), SETTINGS).plan
     plan = restored(raw, PROBLEM, factors)
@@ -37,7 +37,7 @@ def test_a_restored_plan_is_sound_and_serves_the_real_demand(chat: float, code: 
         assert prediction.capacity_per_s == pytest.approx(factors[model] * rate / PROBLEM.headroom)
 
 
-def test_a_fleet_too_small_for_the_factor_may_still_be_large_enough() -> None:
+def test_plan_short_of_a_scaled_demand_may_serve_the_real_one() -> None:
     small = a_problem(offers={"1xL40S": (1.9, 2)})
     factors = {"chat": 50.0}
     raw = melange(TemplateFactory(scaled(small, factors)), SETTINGS).plan
@@ -48,7 +48,7 @@ def test_a_fleet_too_small_for_the_factor_may_still_be_large_enough() -> None:
     assert verify(small, plan) == ()
 
 
-def test_a_fleet_too_small_for_the_demand_says_how_much_it_serves() -> None:
+def test_plan_short_of_the_demand_reports_the_fraction_it_serves() -> None:
     small = a_problem(a_traffic(rate_per_s=500.0), offers={"1xA10G": (1.0, 2)})
     for factor in (1.0, 3.0):
         raw = melange(TemplateFactory(scaled(small, {"chat": factor})), SETTINGS).plan
@@ -57,7 +57,7 @@ def test_a_fleet_too_small_for_the_demand_says_how_much_it_serves() -> None:
         assert plan.fraction == pytest.approx(raw.fraction * factor, rel=1e-6)
 
 
-def test_a_plan_of_parts_is_sound_and_costs_their_sum() -> None:
+def test_plan_assembled_from_models_is_sound_and_costs_their_sum() -> None:
     few, many = {"chat": 1.0, "code": 1.0}, {"chat": 2.0, "code": 3.0}
     plans = [melange(replace(SHOP, problem=scaled(PROBLEM, f)), SETTINGS).plan for f in (few, many)]
     both = assembled({"chat": plans[0], "code": plans[1]}, PROBLEM)

@@ -18,7 +18,7 @@ ASK = PROBLEM.asks[0]
 QUEUE = DeploymentQueue("prefill", 1, 0.7, 0.1, 1.0, 0.0, 0.0, 0.3, 1.0)
 
 
-def test_one_server_with_chance_service_is_the_textbook_queue() -> None:
+def test_queue_margin_of_one_server_follows_m_m_1() -> None:
     """M/M/1: P(wait > w) = u exp(-(1 - u) w / S), but for the fitted factor in the exponent."""
     left_s = 0.9 * ASK.slo.ttft_s - QUEUE.own_s
     assert _late(QUEUE, ASK, 1.0, 1.0) == pytest.approx(0.7 * exp(-APART * 0.3 * left_s / 0.1))
@@ -40,7 +40,7 @@ def test_one_server_with_chance_service_is_the_textbook_queue() -> None:
     st.floats(0.0, 5.0),
     st.floats(1.0, 3.0),
 )
-def test_more_headroom_and_smoother_arrivals_never_make_more_late(
+def test_queue_margin_improves_with_headroom_and_even_arrivals(
     queue: DeploymentQueue, cv: float, more: float
 ) -> None:
     seen = _late(queue, ASK, cv, 1.0)
@@ -51,7 +51,7 @@ def test_more_headroom_and_smoother_arrivals_never_make_more_late(
         assert _late(replace(queue, servers=2 * queue.servers), ASK, cv, 1.0) <= seen + 1e-9
 
 
-def test_queues_are_as_busy_as_planned_and_carry_all_requests() -> None:
+def test_plan_queues_have_the_planned_utilization_and_cover_all_requests() -> None:
     queues = list(queues_of(PROBLEM, melange(TemplateFactory(PROBLEM), SETTINGS).plan, ASK))
     assert sum(queue.share for queue in queues) == pytest.approx(1.0)
     assert all(0 < queue.busy <= PROBLEM.headroom + 1e-6 for queue in queues)

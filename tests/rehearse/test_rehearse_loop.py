@@ -83,7 +83,7 @@ def fleets() -> list[Plan]:
 
 
 @pytest.mark.parametrize("needed", [0.5, 1.3, 2.2, 3.1])
-def test_as_cheap_as_the_cheapest_fleet_that_holds(needed: float, fleets: list[Plan]) -> None:
+def test_plan_search_finds_the_cheapest_fleet_that_holds(needed: float, fleets: list[Plan]) -> None:
     problem = a_problem(a_traffic())
     judge = needing(problem, {"chat": needed})
     result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge, GENEROUS)
@@ -103,7 +103,7 @@ def assert_each_once(result: Rehearsal) -> None:
         seen |= keys
 
 
-def test_the_next_plan_is_another_one() -> None:
+def test_plan_search_tries_a_different_plan_after_a_miss() -> None:
     """One copy does for several times the demand and misses: more of the same headroom would give the same plan."""
     traffic = a_traffic(rate_per_s=0.2)
     problem = a_problem(traffic, offers={"1xL40S": (1.9, 3)})
@@ -117,14 +117,14 @@ def test_the_next_plan_is_another_one() -> None:
     assert_each_once(result)
 
 
-def test_copies_are_counted_in_words() -> None:
+def test_plan_variation_labels_count_copies() -> None:
     assert varied("auto", 1) == "auto, 1 more"
     assert varied("auto, 1 more", 2) == "auto, 3 more"
     assert varied("auto for x 1.3, 2 fewer", -1) == "auto for x 1.3, 3 fewer"
     assert varied("auto, 2 more", -1) == "auto, 2 more, 1 fewer"
 
 
-def test_what_was_seen_for_a_short_time_is_proven_for_longer() -> None:
+def test_plan_that_fails_the_longer_final_trial_is_not_chosen() -> None:
     """At many requests a second a run is over before the first answers are: one copy seems to do."""
     problem = a_problem(a_traffic(rate_per_s=0.2), offers={"1xL40S": (1.9, 3)})
 
@@ -138,7 +138,7 @@ def test_what_was_seen_for_a_short_time_is_proven_for_longer() -> None:
 
 
 @pytest.mark.slow
-def test_rivals_are_tried_where_the_cheapest_on_averages_misses() -> None:
+def test_plan_search_tries_other_strategies_when_the_cheapest_misses() -> None:
     """Whatever hands KV over misses: the plan of single whole replicas is found, at no more than its own price."""
     problem = a_problem(a_traffic(rate_per_s=20.0))
 
@@ -153,7 +153,7 @@ def test_rivals_are_tried_where_the_cheapest_on_averages_misses() -> None:
     assert result.outcome.plan.strategy == "auto"
 
 
-def test_models_are_searched_apart_and_put_together() -> None:
+def test_plan_search_treats_models_separately_and_combines_them() -> None:
     traffic = (a_traffic("chat", 8.0), a_traffic("code", 5.0))
     problem = a_problem(*traffic)
     needed = {"chat": 2.5, "code": 0.7}
@@ -173,7 +173,7 @@ def test_models_are_searched_apart_and_put_together() -> None:
     assert result.chosen.cost_usd_per_h == pytest.approx(alone, rel=0.06)
 
 
-def test_what_fresh_runs_refute_is_not_chosen() -> None:
+def test_plan_refuted_by_fresh_runs_is_not_chosen() -> None:
     problem = a_problem(a_traffic())
     judge = needing(problem, {"chat": 1.3}, {"chat": 1.9})
     rules = replace(GENEROUS, fresh=True)
@@ -186,7 +186,7 @@ def test_what_fresh_runs_refute_is_not_chosen() -> None:
     assert len({part_key(rehearsed.plan) for rehearsed in fresh}) == len(fresh), "refuted stays refuted"
 
 
-def test_search_of_a_fleet_that_is_too_small_ends_on_its_nodes_with_the_closest_plan() -> None:
+def test_plan_search_of_a_small_fleet_ends_on_its_nodes_with_the_closest_plan() -> None:
     problem = a_problem(a_traffic(), offers={"1xA10G": (1.0, 5)})
     result = rehearse(TemplateFactory(problem), melange, SETTINGS, needing(problem, {"chat": 40.0}), GENEROUS)
     assert result.chosen is None
@@ -197,7 +197,7 @@ def test_search_of_a_fleet_that_is_too_small_ends_on_its_nodes_with_the_closest_
     assert_each_once(result)
 
 
-def test_search_reports_the_limit_that_ended_it() -> None:
+def test_plan_search_reports_the_limit_that_ended_it() -> None:
     problem = a_problem(a_traffic(rate_per_s=0.5), offers={"1xA10G": (1.0, 500)})
     judge = needing(problem, {"chat": 4000.0})
     rules = RehearsalRules(most_plans=5, most_solves=3)
@@ -218,14 +218,14 @@ def never(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence,
     return tuple(verdict(name, False) for name in names)
 
 
-def test_search_ends_on_the_budget_where_nodes_are_left() -> None:
+def test_plan_search_ends_on_the_budget_where_nodes_are_left() -> None:
     problem = replace(a_problem(a_traffic(), offers={"1xA10G": (1.0, 50)}), budget_usd_per_h=4.5)
     result = rehearse(TemplateFactory(problem), melange, SETTINGS, never, GENEROUS)
     assert (result.chosen, result.end.ending) == (None, "budget")
     assert "nodes" not in result.end.words
 
 
-def test_search_ends_on_the_terms_where_they_allow_no_more_copies() -> None:
+def test_plan_search_ends_on_terms_that_allow_no_more_copies() -> None:
     problem = a_problem(a_traffic(), offers={"1xA10G": (1.0, 50)})
     (ask,) = problem.asks
     limited = replace(problem, asks=(replace(ask, terms=ModelTerms(max_copies=4)),))
@@ -235,7 +235,7 @@ def test_search_ends_on_the_terms_where_they_allow_no_more_copies() -> None:
 
 
 @pytest.mark.parametrize("most_solves", [0, 3])
-def test_search_ends_on_planner_runs_where_the_planner_has_no_other_plan(most_solves: int) -> None:
+def test_plan_search_ends_on_planner_runs_without_another_plan(most_solves: int) -> None:
     problem = a_problem(a_traffic(rate_per_s=0.2), offers={"1xL40S": (1.9, 1)})
     same = melange(TemplateFactory(problem), SETTINGS)
     rules = RehearsalRules(most_plans=50, most_solves=most_solves)
@@ -244,7 +244,7 @@ def test_search_ends_on_planner_runs_where_the_planner_has_no_other_plan(most_so
     assert f"1 plan missed, and {most_solves} planner runs" in result.end.words
 
 
-def test_search_plans_for_more_than_a_copy_of_a_large_node_that_missed() -> None:
+def test_plan_search_replaces_a_missed_large_node_by_larger_ones() -> None:
     """One cheap node serves several times the demand and misses; there is one of it, and larger ones are left."""
     problem = a_problem(a_traffic(rate_per_s=0.2), offers={"1xA10G": (1.0, 1), "1xL40S": (4.9, 4)})
 
@@ -256,7 +256,7 @@ def test_search_plans_for_more_than_a_copy_of_a_large_node_that_missed() -> None
     assert result.chosen.plan.nodes == {("here", "1xL40S"): 1}
 
 
-def test_search_ends_on_combinations_where_plans_of_models_do_not_fit_together() -> None:
+def test_plan_search_ends_on_combinations_that_do_not_fit_together() -> None:
     """Each of two models needs two of three nodes."""
     traffic = (a_traffic("one", 0.2), a_traffic("two", 0.2))
     problem = a_problem(*traffic, offers={"1xL40S": (1.9, 3)})
@@ -283,7 +283,7 @@ def test_search_ends_on_combinations_where_plans_of_models_do_not_fit_together()
         (Shortfall(0.0, 0.0, (), unkept=("at least 9 copies of chat",)), "terms"),
     ],
 )
-def test_larger_plan_that_does_not_exist_names_what_binds(shortfall: Shortfall | None, ending: str) -> None:
+def test_missing_larger_plan_names_the_binding_constraint(shortfall: Shortfall | None, ending: str) -> None:
     problem = a_problem()
     allocation = melange(TemplateFactory(problem), SETTINGS).allocation
     end = no_larger_plan(problem, replace(allocation, shortfall=shortfall), {"chat": 1.25}, ["chat"])
@@ -292,7 +292,7 @@ def test_larger_plan_that_does_not_exist_names_what_binds(shortfall: Shortfall |
 
 
 @pytest.mark.slow
-def test_a_bursty_model_gets_more_in_real_runs_and_the_same_twice() -> None:
+def test_bursty_traffic_gets_a_larger_plan_reproducibly() -> None:
     traffic = (a_traffic(rate_per_s=10.0),)
     problem = a_problem(*traffic)
     judge = judge_of(a_trial(problem, traffic, cv=6.0))
@@ -307,7 +307,7 @@ def test_a_bursty_model_gets_more_in_real_runs_and_the_same_twice() -> None:
     ]
 
 
-def test_parts_put_together_do_what_they_did_apart() -> None:
+def test_combined_plan_attains_what_its_parts_attained() -> None:
     """Models share no replica: what each attains does not depend on the others' part."""
     traffic = (a_traffic("chat", 10.0), a_traffic("code", 6.0))
     problem = a_problem(*traffic)
@@ -327,7 +327,7 @@ def test_parts_put_together_do_what_they_did_apart() -> None:
 TRAFFIC = Traffic("big", 1.5, (LengthBin(800, 100, 1.0),))
 
 
-def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
+def test_mixed_pipeline_plan_runs_as_planned() -> None:
     wanted = model_demand("big", models.model("LLaMA-30B"), Slo(3.0, 0.2), TRAFFIC)
     kind = nodes.node_type("2xRTX4090")
     problem = PlanningProblem((wanted,), (Region("here", (NodeOffer(kind.name, 1.0, 6),)),), (kind,))
@@ -365,7 +365,7 @@ def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
 
 
 @pytest.mark.parametrize("needed", [1.04, 1.13, 1.3])
-def test_a_large_plan_is_searched_in_few_trials(needed: float) -> None:
+def test_large_plan_is_found_in_few_planner_runs(needed: float) -> None:
     """With a hundred copies a trial is dear: a share more of all columns, then halfway back, and no solve between."""
     problem = a_problem(a_traffic(rate_per_s=800.0), offers={"1xL40S": (1.9, 400), "1xL4": (0.7, 400)})
     judge, solve = needing(problem, {"chat": needed}), Mock(side_effect=melange)
@@ -386,7 +386,7 @@ def with_classes(share: float, strict: Slo) -> tuple[PlanningProblem, Traffic]:
     return replace(a_problem(), asks=(demand,)), traffic
 
 
-def test_a_small_class_is_judged_by_itself() -> None:
+def test_small_request_class_is_judged_by_its_own_objective() -> None:
     """All others are in time: of all requests 95 % are, and the strict class keeps none of its promise."""
     problem, traffic = with_classes(0.05, Slo(1.0, 0.06))
     plan = melange(TemplateFactory(problem), SETTINGS).plan
