@@ -66,7 +66,7 @@ def facts_of(model: Model) -> ModelFacts:
 
 
 @given(st.sampled_from(SOME), st.integers(1, 200_000), st.data())
-def test_kv_on_the_wire_is_what_memory_says(model: object, tokens: int, data: st.DataObject) -> None:
+def test_transferred_kv_bytes_equal_the_memory_model(model: object, tokens: int, data: st.DataObject) -> None:
     kv = kv_of(model)  # type: ignore[arg-type]
     whole = kv.wire_bytes(0, tokens)
     assert whole == pytest.approx(kv_bytes(model, float(tokens)))  # type: ignore[call-overload]
@@ -82,13 +82,13 @@ def test_kv_on_the_wire_is_what_memory_says(model: object, tokens: int, data: st
 
 @pytest.mark.parametrize("node", sorted(NODES))
 @pytest.mark.parametrize("tokens", [500, 4000])
-def test_blocks_hold_as_many_requests_as_the_planner_counts_on(node: str, tokens: int) -> None:
+def test_kv_blocks_hold_as_many_requests_as_planned(node: str, tokens: int) -> None:
     layout = single(node, 1, LLAMA.layer_count)
     blocks = total_blocks(LLAMA, layout, NODES, tokens)
     assert blocks * 16 // tokens == pytest.approx(layout_requests(LLAMA, layout, NODES, tokens), abs=1)
 
 
-def test_a_model_that_does_not_fit_is_said_so() -> None:
+def test_model_that_does_not_fit_is_refused() -> None:
     big = models.model("Llama-3.1-70B")
     with pytest.raises(CapacityError, match="does not fit"):
         total_blocks(big, single("1xL4", 1, big.layer_count), NODES, 1000)
@@ -131,7 +131,7 @@ def test_replicas_are_packed_onto_nodes_and_named_machines_stay_one() -> None:
     assert places(pair(), NODES) == ((("1xL4", 0),), (("1xH100-SXM", 0),))
 
 
-def test_a_pipeline_that_decodes_is_known_by_all_its_batches() -> None:
+def test_decode_time_of_a_pipeline_counts_all_its_batches() -> None:
     """Two stages make answers of two batches at once: twice as many as one batch alone, in hardly more time."""
     half = LLAMA.layer_count // 2
     stages = tuple(Stage(layers, (StageNode("1xL4", 1),)) for layers in (half, LLAMA.layer_count - half))
@@ -158,7 +158,7 @@ def test_a_pipeline_that_decodes_is_known_by_all_its_batches() -> None:
     assert facts.decode_step_s <= 0.08
 
 
-def test_steps_of_a_mixture_of_experts_are_known_between_one_request_and_many() -> None:
+def test_decode_steps_of_a_mixture_of_experts_are_interpolated_between_knees() -> None:
     """A few requests read nearly all experts: a straight line would have steps of 20 half as long as they are."""
     timer = roofline(models.model("GPT-OSS-20B"), nodes.node_type("1xA10"), 1)
     batch, context = 128, 600.0
@@ -178,7 +178,7 @@ def test_steps_of_a_mixture_of_experts_are_known_between_one_request_and_many() 
     assert facts.with_slots(0) == facts.with_slots(batch + 1) == facts
 
 
-def test_facts_say_how_fast_and_how_large() -> None:
+def test_replica_facts_have_times_and_memory_of_the_replica() -> None:
     plan = closed_plan((pair(), "east", 1), (mixed(), "east", 1))
     replica_models = ReplicaModels(problem(plan))
     replica_models.learn(plan)
@@ -200,7 +200,7 @@ def test_facts_say_how_fast_and_how_large() -> None:
     assert ("chat: combo 1P1D", 1) in facts.replicas, "the Brain's facts grow with a new plan"
 
 
-def test_paced_engines_take_steps_that_fit_the_objective() -> None:
+def test_paced_engines_have_a_token_budget_that_fits_the_objective() -> None:
     plan = closed_plan((mixed(SLOW), "east", 1), (mixed(), "east", 1), (combo(1, 1, SLOW), "east", 1))
     paced = replace(problem(plan), paced=True, slos={MODEL: Slo(4.0, 0.12)})
 
@@ -224,7 +224,7 @@ def test_paced_engines_take_steps_that_fit_the_objective() -> None:
     )
 
 
-def test_paced_engines_keep_more_answers_in_time() -> None:
+def test_paced_engines_attain_more_in_simulation() -> None:
     resolved = replace(problem(closed_plan((mixed(SLOW), "east", 3))), slos={MODEL: Slo(4.0, 0.12)})
     work = load(1000, 1.5, prompt=(50, 4000), output=(5, 120))
     kept = [
@@ -234,7 +234,7 @@ def test_paced_engines_keep_more_answers_in_time() -> None:
     assert kept[1] > kept[0] + 0.03
 
 
-def test_where_weights_lie_is_counted_in_a_start_and_who_may_sleep_is_a_fact() -> None:
+def test_weights_location_changes_startup_time_and_sleep_time_is_a_fact() -> None:
     plan = closed_plan((mixed(SLOW), "east", 1))
     resolved = problem(plan)
 
@@ -256,7 +256,7 @@ def test_where_weights_lie_is_counted_in_a_start_and_who_may_sleep_is_a_fact() -
     assert replica_models.facts().models[MODEL].idle_s == 60.0
 
 
-def test_names_that_mean_nothing_are_errors() -> None:
+def test_unknown_models_and_regions_are_refused() -> None:
     plan = flow_plan((prefill_only(), "west", 1), (mixed(), "east", 1))
     broken = problem(plan)
     with pytest.raises(UnknownNameError, match="plan: model"):
@@ -269,7 +269,7 @@ def test_names_that_mean_nothing_are_errors() -> None:
         simulate(problem(closed_plan()), work)
 
 
-def test_an_objective_for_whole_answers_tightens_what_admits() -> None:
+def test_e2e_objective_tightens_the_admission_limits() -> None:
     plan = closed_plan((mixed(), "east", 1))
     for e2e_s, factor in ((None, None), (1e6, 1.0), (7.3, 0.5)):
         resolved = replace(problem(plan), slos={MODEL: Slo(2.0, 0.06, e2e_s=e2e_s)})
@@ -296,7 +296,7 @@ def scaled_bytes(facts: object, tokens: int, codec: Codec) -> float:
 
 
 @given(st.sampled_from(SOME), st.sampled_from(CODECS), st.integers(1, 130_000))
-def test_everyone_counts_the_same_bytes(model, codec: Codec, tokens: int) -> None:
+def test_all_packages_count_the_same_transfer_bytes(model, codec: Codec, tokens: int) -> None:
     sent = kv_of(model).wire_bytes(0, tokens, codec)
     held = kv_bytes(model, float(tokens))
     assert crossing_bytes(model, held, codec) == pytest.approx(sent)
@@ -316,13 +316,13 @@ def test_everyone_counts_the_same_bytes(model, codec: Codec, tokens: int) -> Non
 
 
 @given(st.sampled_from(SOME), st.integers(1, 130_000))
-def test_no_codec_makes_more_of_it_and_none_touches_the_state(model, tokens: int) -> None:
+def test_codecs_never_enlarge_kv_and_never_encode_the_state(model, tokens: int) -> None:
     sizes = [kv_of(model).wire_bytes(0, tokens, codec) for codec in CODECS]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] >= state_bytes(model)
 
 
-def test_the_state_of_a_hybrid_model_is_not_quantised() -> None:
+def test_state_of_a_hybrid_model_is_not_quantised() -> None:
     hybrids = [model for model in SOME if state_bytes(model) > 0]
     assert hybrids
     for model in hybrids:

@@ -40,7 +40,7 @@ def a_log(**more: object) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_a_log_replays_and_reads_back() -> None:
+def test_log_is_read_back_and_replays() -> None:
     lines = a_log()
     replayed = replay(lines, Brain)
     assert replayed.difference == ""
@@ -57,7 +57,7 @@ def test_a_log_replays_and_reads_back() -> None:
         assert lines_.line(at_s, event, actions).rstrip("\n") in lines
 
 
-def test_another_brain_is_found_out() -> None:
+def test_replay_detects_a_different_brain() -> None:
     class Forgetful(Around):
         def on(self, at_s: float, event: Event) -> list[Action]:
             actions = self.brain.on(at_s, event)
@@ -70,7 +70,7 @@ def test_another_brain_is_found_out() -> None:
     assert isinstance(other.difference, str)
 
 
-def test_templates_of_a_later_plan_replay_too() -> None:
+def test_log_with_templates_of_a_later_plan_replays() -> None:
     later = closed_plan((mixed(), "west", 1), (mixed(SLOW), "east", 2))
 
     class Asking(Around):
@@ -86,7 +86,7 @@ def test_templates_of_a_later_plan_replay_too() -> None:
     assert replay(lines, Asking).difference == ""
 
 
-def test_a_line_that_was_cut_off_is_passed_over_with_a_note() -> None:
+def test_truncated_last_log_line_is_skipped_with_a_note() -> None:
     lines = a_log()
     for cut in (lines[-1][:30], lines[-1][:-1], "["):
         replayed = replay([*lines[:-1], cut], Brain)
@@ -95,7 +95,7 @@ def test_a_line_that_was_cut_off_is_passed_over_with_a_note() -> None:
         replay([*lines[:-2], lines[-2][:30], lines[-1]], Brain)
 
 
-def test_a_restart_begins_with_a_fresh_brain_and_more_facts_do_not() -> None:
+def test_restart_in_a_log_begins_with_a_new_brain() -> None:
     lines = a_log()
     twice = replay([*lines, *lines], Brain)
     assert (twice.difference, twice.runs, twice.events) == ("", 2, 2 * (len(lines) - 1))
@@ -108,7 +108,7 @@ def test_a_restart_begins_with_a_fresh_brain_and_more_facts_do_not() -> None:
         replay(known[len(lines) :], Brain)
 
 
-def test_a_live_log_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_live_log_continues_after_a_kill(tmp_path: Path) -> None:
     lines = [text + "\n" for text in a_log()]
     path = tmp_path / "gateway.log"
     facts, policy = _facts_of(lines[0])
@@ -163,7 +163,7 @@ class Disk(io.StringIO):
         self.flushes += 1
 
 
-def test_a_log_reaches_the_system_once_a_second_and_trouble_does_not_stop_the_brain() -> None:
+def test_log_is_flushed_every_second_and_write_errors_do_not_stop_the_brain() -> None:
     lines = a_log()
     facts, policy = _facts_of(lines[0])
     message = list(read(lines))
@@ -197,7 +197,7 @@ def test_a_log_reaches_the_system_once_a_second_and_trouble_does_not_stop_the_br
         ([..., '[1, ["FirstToken"], []]'], "line 2: FirstToken"),
     ],
 )
-def test_a_bad_log_is_answered_with_its_line(lines: list[object], says: str) -> None:
+def test_invalid_log_is_refused_with_its_line(lines: list[object], says: str) -> None:
     good = brain_log.header(FleetFacts({}, {}), Policy())
     texts = [good if line is ... else str(line) for line in lines]
     with pytest.raises(FormatError) as error:
@@ -289,7 +289,7 @@ asked = st.lists(st.one_of(*map(of_kind, get_args(Action))), max_size=3)
 
 
 @given(floats, told, asked)
-def test_any_event_and_action_comes_back_from_its_line(at_s: float, event: Any, actions: Any) -> None:
+def test_any_event_and_action_round_trips_through_a_log_line(at_s: float, event: Any, actions: Any) -> None:
     written = line(at_s, event, actions)
     assert written.endswith("]]\n")
     assert written.count("\n") == 1
@@ -302,12 +302,12 @@ def test_any_event_and_action_comes_back_from_its_line(at_s: float, event: Any, 
     assert repr(result) == repr((at_s, event, actions))
 
 
-def test_all_that_can_be_told_or_asked_for_is_known() -> None:
+def test_every_event_and_action_class_has_a_log_name() -> None:
     assert set(EVENTS.values()) == set(get_args(Event))
     assert set(ACTIONS.values()) == set(get_args(Action))
 
 
-def test_half_a_line_is_never_taken_for_a_whole_one() -> None:
+def test_truncated_log_line_is_never_read_as_whole() -> None:
     request = Request("a", "chat", 1.25, 10, 5, blocks=(2**127, 5), exact=True)
     written = line(1.25, RequestArrived(request), [Run("a", aggregated("r"), 1, 10, 0)])
     for cut in range(1, len(written) - 1):

@@ -53,7 +53,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_brain_that_was_written_down_goes_on_as_if_nothing_had_been(policy: Policy) -> None:
+def test_brain_restored_from_a_checkpoint_continues_identically(policy: Policy) -> None:
     """Again and again in the middle of whatever it was doing, as a log has it: by way of JSON."""
     mind: Brain | None = None
     facts: FleetFacts | None = None
@@ -74,7 +74,7 @@ def test_a_brain_that_was_written_down_goes_on_as_if_nothing_had_been(policy: Po
     assert written_down > 5
 
 
-def test_what_is_shared_stays_shared_and_nothing_foreign_is_written_or_made() -> None:
+def test_checkpoint_keeps_shared_objects_and_refuses_foreign_ones() -> None:
     facts = FleetFacts({}, {})
     brain = Brain(facts, Policy())
     again, known = restored(checkpoint((brain, facts)), "test")
@@ -122,7 +122,9 @@ def _begins(piece: Path) -> str:
     return str(json.loads(text.partition(b"\n")[0])["begins"])
 
 
-def test_pieces_are_packed_and_replay_as_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_pieces_are_compressed_and_replay_as_one_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = _written(tmp_path, monkeypatch, times=2)
     pieces = pieces_of(tmp_path / NAME)
     assert len(pieces) > 4
@@ -135,7 +137,7 @@ def test_pieces_are_packed_and_replay_as_one_log(tmp_path: Path, monkeypatch: py
         assert len(from_log(lines).workload.arrival_s) == 400
 
 
-def test_where_old_pieces_were_dropped_a_log_begins_at_the_first_state_that_is_left(
+def test_bounded_log_replays_from_its_oldest_remaining_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "all").mkdir()
@@ -163,7 +165,7 @@ def test_where_old_pieces_were_dropped_a_log_begins_at_the_first_state_that_is_l
             _replayed(gone)
 
 
-def test_whatever_a_crash_leaves_is_put_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_pieces_left_by_a_crash_are_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a packed piece, a piece that is there twice, and half of the last line."""
     count = _written(tmp_path, monkeypatch)
     first, second, *_, last = pieces_of(tmp_path / NAME)
@@ -183,7 +185,7 @@ def test_whatever_a_crash_leaves_is_put_in_order(tmp_path: Path, monkeypatch: py
     assert (replayed.difference, replayed.events, replayed.runs) == ("", count, 2)
 
 
-def test_nothing_is_cut_off_that_another_process_writes_to(tmp_path: Path) -> None:
+def test_log_written_by_another_process_is_not_rotated(tmp_path: Path) -> None:
     """One gateway takes over from another: both write until the first one ends."""
     old, new = (LogFiles(tmp_path / NAME, 10) for _ in range(2))
     old.write("the old one's\n")
@@ -198,7 +200,7 @@ def test_nothing_is_cut_off_that_another_process_writes_to(tmp_path: Path) -> No
     assert gzip.decompress(packed.read_bytes()) == b"the old one's\nthe new one's\n"
 
 
-def test_a_folder_without_a_log_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_folder_without_a_log_is_refused_with_a_fix(tmp_path: Path) -> None:
     ran = CliRunner().invoke(cli, ["replay", str(tmp_path)])
     assert "has no brain.log; name the files of the log" in str(ran.exception or ran.output)
     pack(tmp_path / NAME, 10)

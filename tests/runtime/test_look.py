@@ -46,13 +46,13 @@ def lab(colour: str) -> tuple[float, float, float]:
     return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
 
 
-def test_black_on_white_is_as_published() -> None:
+def test_contrast_and_lab_values_equal_published_ones() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21.0)
     assert lab("#ff0000") == pytest.approx((53.2, 80.1, 67.2), abs=0.3)
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_colours_are_seen_on_their_ground_and_told_from_each_other(dark: bool) -> None:
+def test_palette_colours_are_readable_and_distinguishable(dark: bool) -> None:
     result = palette(dark)
     for common in ("paper", "panel"):
         for text in ("ink", "dim", "bad"):
