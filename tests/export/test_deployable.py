@@ -76,7 +76,7 @@ def named(objects: list[dict[str, Any]], kind: str, name: str = "") -> dict[str,
     return item
 
 
-def test_gpus_have_the_label_that_nodes_give_them() -> None:
+def test_gpu_node_labels_are_those_of_the_device_plugins() -> None:
     unknown = {name for name in gpus.names() if not gpus.node_label(gpus.gpu(name)).value}
     assert unknown == {"MI325X"}
     known = {"H100": "NVIDIA-H100-80GB-HBM3", "A100-80": "NVIDIA-A100-SXM4-80GB", "T4": "Tesla-T4"}
@@ -98,7 +98,7 @@ def test_gpus_have_the_label_that_nodes_give_them() -> None:
         ("1xMI325X", {"amd.com/gpu.product-name": "MI325X"}, "amd.com/gpu"),
     ],
 )
-def test_pods_ask_for_gpus_as_their_maker_calls_them(
+def test_pods_request_the_gpu_resource_of_the_vendor(
     tmp_path: Path, node: str, label: dict[str, str], resource: str
 ) -> None:
     done = exported(tmp_path, "kubernetes", made=on(node, 32))
@@ -110,13 +110,13 @@ def test_pods_ask_for_gpus_as_their_maker_calls_them(
     assert engine["resources"] == {"requests": {"cpu": "4", "memory": "27Gi"}, "limits": {resource: 1}}
 
 
-def test_a_label_can_be_given(tmp_path: Path) -> None:
+def test_gpu_label_can_be_overridden(tmp_path: Path) -> None:
     exported(tmp_path, "kubernetes", "--gpu-label", "L4=mine", made=on("1xL4", 32))
     pod = named(manifests_in(tmp_path), "StatefulSet")["spec"]["template"]["spec"]
     assert pod["nodeSelector"]["nvidia.com/gpu.product"] == "mine"
 
 
-def test_engines_are_told_lengths_and_memory_that_the_plan_counted_with(tmp_path: Path) -> None:
+def test_exported_engines_get_the_planned_context_and_memory_share(tmp_path: Path) -> None:
     """Qwen3-32B leaves 5 GB for KV on one H100: 40,960 tokens, its own length, would need ten."""
     big = {"model": "Qwen3-32B", "prompt": 12_000}
     done = exported(tmp_path, "commands", made=on("1xH100", 64), **big)
@@ -134,7 +134,7 @@ def test_engines_are_told_lengths_and_memory_that_the_plan_counted_with(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pipeline_has_the_share_of_its_smallest_gpu(tmp_path: Path) -> None:
+def test_exported_pipeline_uses_the_memory_share_of_its_smallest_gpu(tmp_path: Path) -> None:
     lies = Layout((Stage(22, (StageNode("1xH100-SXM", 1),)), Stage(10, (StageNode("1xL4", 1),))))
     made = template("two", "pipeline", "chat", {"1xH100-SXM": 1, "1xL4": 1}, PlannedReplica("mixed", lies))
     done = exported(tmp_path, "kubernetes", made=made)
@@ -146,7 +146,7 @@ def test_a_pipeline_has_the_share_of_its_smallest_gpu(tmp_path: Path) -> None:
     assert memory[0] > memory[1] > 12
 
 
-def test_two_gateways_and_a_budget_that_keeps_one(tmp_path: Path) -> None:
+def test_exported_gateway_has_two_replicas_and_a_disruption_budget(tmp_path: Path) -> None:
     done = exported(tmp_path, "kubernetes", policy="policy: {scaling: cauchy}\n")
     objects = manifests_in(tmp_path)
     gateway = named(objects, "Deployment")["spec"]
@@ -171,7 +171,7 @@ def test_two_gateways_and_a_budget_that_keeps_one(tmp_path: Path) -> None:
     assert "is off" not in done.stderr
 
 
-def test_the_kustomize_base_is_whole(tmp_path: Path) -> None:
+def test_exported_kustomize_base_is_complete(tmp_path: Path) -> None:
     exported(tmp_path, "kubernetes", *HUB)
     out = tmp_path / "out"
     base = yaml.safe_load((out / "kustomization.yaml").read_text())
@@ -194,7 +194,7 @@ def test_the_kustomize_base_is_whole(tmp_path: Path) -> None:
     assert base["namespace"] == "potluck" == named(objects, "Deployment")["metadata"]["namespace"]
 
 
-def test_weights_are_pulled_before_anything_needs_them(tmp_path: Path) -> None:
+def test_weights_are_pulled_before_engines_start(tmp_path: Path) -> None:
     validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     ).validate
@@ -221,7 +221,7 @@ def test_weights_are_pulled_before_anything_needs_them(tmp_path: Path) -> None:
     assert "weights of chat: must be in /models/chat" in done.stderr
 
 
-def test_the_gateway_gets_tokenizers_where_no_engine_runs(tmp_path: Path) -> None:
+def test_gateway_without_engines_beside_it_pulls_tokenizers(tmp_path: Path) -> None:
     """Two models, of which the first machine runs one: the gateway beside it reads what both need."""
     line = "hf download org/other --include '*.j*' --local-dir /models/documents"
     weights = {"documents": WeightsSource("hf://org/other@main"), "chat": WeightsSource("hf://org/chat")}
@@ -248,7 +248,7 @@ def test_the_gateway_gets_tokenizers_where_no_engine_runs(tmp_path: Path) -> Non
         ("kubernetes", ("--gpu-label", "L5=x"), "unknown 'L5'"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(
+def test_impossible_export_is_refused_in_one_line(
     tmp_path: Path, kind: str, words: tuple[str, ...], line: str
 ) -> None:
     done = exported(tmp_path, kind, *words)
@@ -256,7 +256,7 @@ def test_what_cannot_be_is_said_in_a_line(
     assert line in str(done.exception)
 
 
-def test_tasks_install_mount_and_stay_in_their_region(tmp_path: Path) -> None:
+def test_skypilot_tasks_install_mount_and_stay_in_their_region(tmp_path: Path) -> None:
     done = exported(tmp_path, "skypilot", "--weights", "chat=s3://bucket/llama", made=on("1xL4", 32))
     task = yaml.safe_load((tmp_path / "out" / "chat-0-us-east-1-0-box0.yaml").read_text())
     assert f"pip install vllm=={VLLM}" in task["setup"]
@@ -271,7 +271,7 @@ def test_tasks_install_mount_and_stay_in_their_region(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_left_out_is_said(tmp_path: Path, kind: str) -> None:
+def test_settings_left_out_of_the_export_are_listed(tmp_path: Path, kind: str) -> None:
     done = exported(tmp_path, kind, "--json", made=on("1xL4", 32))
     lines = json.loads(done.stdout)["left_out"]
     assert [f"potluck: left out: {line}" for line in lines] == done.stderr.splitlines()
@@ -342,7 +342,7 @@ def test_export_with_a_model_folder_ships_its_config_and_no_weights(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_refuses_a_model_folder_that_cannot_travel(tmp_path: Path, kind: str) -> None:
+def test_export_refuses_a_model_folder_outside_the_spec_folder(tmp_path: Path, kind: str) -> None:
     inside, spec = tmp_path / "spec" / "big", tmp_path / "spec"
     with_config(inside)
     with_config(tmp_path / "outside")
@@ -358,7 +358,7 @@ def test_export_refuses_a_model_folder_that_cannot_travel(tmp_path: Path, kind: 
         assert not (spec / "out").exists()
 
 
-def test_export_refuses_a_model_that_is_named_after_the_folder_of_its_spec(tmp_path: Path) -> None:
+def test_export_refuses_a_model_named_after_the_spec_folder(tmp_path: Path) -> None:
     """Elsewhere the folder has another name, and requests would ask for a model that is not there."""
     folder = tmp_path / "big"
     with_config(folder)
@@ -372,7 +372,7 @@ def test_export_refuses_a_model_that_is_named_after_the_folder_of_its_spec(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_check_starts_what_was_written_and_asks(tmp_path: Path, kind: str) -> None:
+def test_export_check_starts_the_written_files_and_asks_for_answers(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("tokenizers", reason="potluck[gateway] is not installed")
     paths = written(tmp_path, on("1xL4", 32))
     done = runner().invoke(cli, ["export", kind, *paths, "--check", "--json", "--within", "240"])
@@ -415,7 +415,7 @@ def test_the_check_starts_what_was_written_and_asks(tmp_path: Path, kind: str) -
         ("skypilot", "chat-0-us-east-1-0-box0.yaml", "--role mixed", "--role all", "'all' is not one of"),
     ],
 )
-def test_the_check_finds_what_is_wrong_in_a_file(
+def test_export_check_detects_an_invalid_file(
     tmp_path: Path, kind: str, file: str, before: str, after: str, line: str
 ) -> None:
     """The negative control: each would start, and fail far from here."""
@@ -433,7 +433,7 @@ def test_the_check_finds_what_is_wrong_in_a_file(
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.vllm"])
-def test_images_can_be_built_from_what_is_there(name: str) -> None:
+def test_container_images_can_be_built_from_the_repository(name: str) -> None:
     text = (ROOT / "deploy" / name).read_text().replace("\\\n", " ")
     lines = [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]
     for word, rest in lines:
@@ -455,7 +455,7 @@ def test_images_can_be_built_from_what_is_there(name: str) -> None:
         assert "constraints.txt" in next(rest for word, rest in lines if word == "COPY")
 
 
-def test_compose_itself_takes_the_files(tmp_path: Path) -> None:
+def test_docker_compose_accepts_the_exported_files(tmp_path: Path) -> None:
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
         pytest.skip("`docker compose` is not installed")
@@ -470,5 +470,5 @@ def test_compose_itself_takes_the_files(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_vllms_flags_are_known() -> None:
+def test_vllm_flag_list_has_the_used_flags() -> None:
     assert {"--gpu-memory-utilization", "--max-model-len", "--quantization", "--nnodes"} <= vllm_flags()

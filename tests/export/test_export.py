@@ -36,7 +36,7 @@ SKY = SkyOptions({"us-east-1": "aws/us-east-1"}, "true")
 
 
 @given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=6), st.integers(1, 3))
-def test_every_gpu_is_given_once(widths: list[int], copies: int) -> None:
+def test_every_gpu_is_assigned_once(widths: list[int], copies: int) -> None:
     replicas = [PlannedReplica("mixed", single("4xL40S", width, 32)) for width in widths]
     made = template("one", "homogeneous", "chat", {"4xL40S": len(widths)}, *replicas)
     result = fleet((made, "us-east-1", copies))
@@ -57,7 +57,7 @@ def test_every_gpu_is_given_once(widths: list[int], copies: int) -> None:
     assert len({placement.name for placement in result.placements}) == len(result.placements)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_replica_beyond_its_nodes_or_regions_is_refused() -> None:
     made = template(
         "one", "homogeneous", "chat", {"1xL4": 1}, *[PlannedReplica("mixed", single("1xL4", 1, 32))] * 2
     )
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused() -> None:
         fleet((COMBO, "mars", 1))
 
 
-def test_machines_by_name_are_the_boxes() -> None:
+def test_named_machines_are_the_exported_boxes() -> None:
     lies = Layout(
         (Stage(16, (StageNode("4xL40S", 2, "rack A/1"),)), Stage(16, (StageNode("4xL40S", 2, "b"),)))
     )
@@ -85,7 +85,7 @@ def test_machines_by_name_are_the_boxes() -> None:
 
 
 @given(st.text(max_size=200))
-def test_labels_are_names_in_dns(text: str) -> None:
+def test_exported_labels_are_valid_dns_names(text: str) -> None:
     result = label(text)
     assert len(result) <= 50
     assert result == "" or (
@@ -101,14 +101,14 @@ def words_of(files: dict[str, str]) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize(
     ("style", "deployed", "count"), [("vllm", COMBO, 8), ("vllm", RANKS, 4), ("embedded", PIPELINE, 8)]
 )
-def test_commands_are_ones_that_the_engines_take(style: Any, deployed: Any, count: int) -> None:
+def test_exported_commands_are_accepted_by_the_engines(style: Any, deployed: Any, count: int) -> None:
     commands = words_of(shell.files(fleet((deployed, "us-east-1", 2)), wording(style), {}))
     assert len(commands) == count
     for words in commands:
         must_parse(ReadCommand("box.sh", "1", words))
 
 
-def test_the_gateway_has_the_tokenizers(tmp_path: Path) -> None:
+def test_exported_gateway_has_the_model_tokenizers(tmp_path: Path) -> None:
     for name in ("plan.json", "potluck.yaml", "engines.yaml", "keys.jsonl"):
         (tmp_path / name).write_text("")
     words = wording().gateway(f"{tmp_path}/", str(tmp_path / "keys.jsonl"))
@@ -123,7 +123,7 @@ def test_the_gateway_has_the_tokenizers(tmp_path: Path) -> None:
         assert any("--files=chat=/models/chat" in text for text in files.values())
 
 
-def test_a_pipeline_over_machines_names_all_its_workers() -> None:
+def test_exported_pipeline_lists_all_its_workers() -> None:
     files = shell.files(
         fleet((PIPELINE, "us-east-1", 1)), wording("embedded"), {"documents-0-us-east-1-0-box1": "10.0.0.7"}
     )
@@ -132,7 +132,7 @@ def test_a_pipeline_over_machines_names_all_its_workers() -> None:
     assert stages == f"20@{a},12@10.0.0.7:7100+{c}"
 
 
-def test_a_pipeline_of_vllm_is_a_process_for_each_stage() -> None:
+def test_exported_vllm_pipeline_has_a_process_per_stage() -> None:
     placed, addresses = fleet((RANKS, "us-east-1", 1)), {"documents-0-us-east-1-0-box0": "10.0.0.7"}
     first, second = words_of(shell.files(placed, wording(), addresses))
     group = ("--stages", "20,12", "--nodes", "2")
@@ -163,7 +163,7 @@ def test_a_pipeline_of_vllm_is_a_process_for_each_stage() -> None:
     assert runs[0].endswith("documents-0-us-east-1-0-box1 documents-0-us-east-1-0-box1.yaml &")
 
 
-def test_the_gateway_reads_the_roster(tmp_path: Path) -> None:
+def test_exported_roster_is_read_by_the_gateway(tmp_path: Path) -> None:
     result = fleet((COMBO, "us-east-1", 2))
     (tmp_path / "engine.key").write_text("secret")
     text = shell.files(result, wording(), {})["engines.yaml"].replace("/etc/potluck", str(tmp_path))
@@ -180,7 +180,7 @@ def manifest_objects(placed_plan: PlacedPlan, style: Any = "vllm") -> list[dict[
     return [item for text in plain.values() for item in yaml.safe_load_all(text)]
 
 
-def test_manifests_are_what_kubernetes_takes() -> None:
+def test_exported_manifests_are_valid_kubernetes_objects() -> None:
     validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     ).validate
@@ -199,7 +199,7 @@ def test_manifests_are_what_kubernetes_takes() -> None:
 @pytest.mark.parametrize(
     ("style", "deployed", "option"), [("vllm", RANKS, "--master"), ("embedded", PIPELINE, "--stages")]
 )
-def test_a_pipeline_over_machines_is_sets_of_pods_that_know_each_other(
+def test_exported_pipeline_is_stateful_sets_with_their_addresses(
     style: Any, deployed: Any, option: str
 ) -> None:
     validate = pytest.importorskip(
@@ -232,7 +232,7 @@ def test_a_pipeline_over_machines_is_sets_of_pods_that_know_each_other(
 
 
 @pytest.mark.parametrize("name", ["20-engines.yaml", "30-gateway.yaml", "40-network.yaml"])
-def test_kubernetes_reads_as_it_did(name: str) -> None:
+def test_exported_kubernetes_files_equal_the_golden_files(name: str) -> None:
     result = manifests.files(fleet((COMBO, "us-east-1", 2)), wording(), CLUSTER, {"plan.json": "{}"})
     assert result[f"plain/{name}"] == (GOLDEN / name).read_text()
 
@@ -240,12 +240,12 @@ def test_kubernetes_reads_as_it_did(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["chat-0-us-east-1-0-box0.yaml", "chat-0-us-east-1-0-box1.yaml", "launch.sh"]
 )
-def test_skypilot_reads_as_it_did(name: str) -> None:
+def test_exported_skypilot_files_equal_the_golden_files(name: str) -> None:
     result = skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), SKY)
     assert result[name] == (GOLDEN / name).read_text()
 
 
-def test_compose_gives_each_engine_its_gpus() -> None:
+def test_exported_compose_services_have_their_gpus() -> None:
     result = compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, IMAGES, ["traces/a.csv"])
     data = yaml.safe_load(result["compose-chat-0-us-east-1-0-box0.yaml"])
     assert data["services"].keys() == {"chat-0-us-east-1-0-0", "chat-0-us-east-1-0-1", "gateway"}
@@ -265,7 +265,7 @@ def test_compose_gives_each_engine_its_gpus() -> None:
     )
 
 
-def test_an_engine_on_all_addresses_is_reached_where_it_was_asked() -> None:
+def test_engine_on_a_wildcard_address_is_reached_at_its_host() -> None:
     status = {"state": "ready", "model": "m", "fingerprint": "f", "role": "mixed", "problem": ""}
     counted = ("waiting", "running", "todo_tokens", "context_tokens", "free_blocks", "total_blocks")
     numbers = dict.fromkeys((*counted, "step_mean_s", "uptime_s", "max_tokens", "block_tokens"), 1)
@@ -302,7 +302,7 @@ def run(tmp_path: Path, *words: str, spec: str = SPEC) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["commands", "compose", "kubernetes", "skypilot"])
-def test_the_command_writes_all_of_it(tmp_path: Path, kind: str) -> None:
+def test_export_command_writes_and_lists_all_files(tmp_path: Path, kind: str) -> None:
     done = run(tmp_path, kind, "--out", str(tmp_path / "out"), "--json")
     assert done.exit_code == 0, done.output
     body = json.loads(done.stdout)
@@ -315,7 +315,9 @@ def test_the_command_writes_all_of_it(tmp_path: Path, kind: str) -> None:
     ("words", "line"),
     [(("--address", "box=1"), "--address: unknown 'box'"), (("--address", "box"), "'box' is not NAME=VALUE")],
 )
-def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
+def test_invalid_export_options_are_refused_in_one_line(
+    tmp_path: Path, words: tuple[str, ...], line: str
+) -> None:
     done = run(tmp_path, "commands", "--out", str(tmp_path / "out"), *words)
     assert isinstance(done.exception, InputError | SystemExit)
     assert line in (str(done.exception) + done.output)
@@ -332,14 +334,14 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, words: tuple[str, ...],
         ),
     ],
 )
-def test_a_plan_that_the_engine_cannot_run_is_refused(tmp_path: Path, engine: str, line: str) -> None:
+def test_plan_that_the_engine_cannot_run_is_refused(tmp_path: Path, engine: str, line: str) -> None:
     done = run(tmp_path, "commands", "--out", str(tmp_path / "out"), spec=f"engine: {engine}\n{SPEC}")
     assert isinstance(done.exception, InputError)
     assert f"{line}; plan again, with `engine: vllm`" in str(done.exception)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_non_empty_output_folder_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     done = run(tmp_path, "commands", "--out", str(tmp_path / "out"))

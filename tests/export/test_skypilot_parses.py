@@ -13,7 +13,9 @@ from potluck.export.placement import WeightsSource
 sky = pytest.importorskip("sky", reason="SkyPilot is not installed; `make test-sky` has it")
 
 
-def test_tasks_say_what_the_plan_rents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skypilot_parses_the_tasks_as_the_planned_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POTLUCK_API_KEY", "x")
     result = fleet((COMBO, "us-east-1", 1))
     files = skypilot.files(result, wording(), skypilot.SkyOptions({}, "true"))
@@ -32,7 +34,7 @@ def test_tasks_say_what_the_plan_rents(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
-def test_tasks_of_a_pipeline_pull_mount_and_know_their_first_machine(
+def test_skypilot_parses_pipeline_tasks_with_mounts_and_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("POTLUCK_API_KEY", "HF_TOKEN"):
