@@ -26,7 +26,7 @@ def part(**more: object) -> PromptPart:
     return PromptPart(*segment_of({"request": "r", "model": "m", "tokens": list(range(100)), **more}))
 
 
-def test_a_segment_that_decodes_is_asked_of_vllm_as_it_was_asked_here() -> None:
+def test_decode_segment_is_sent_to_vllm_with_its_sampling_and_kv_source() -> None:
     source = {"kv": "10.0.0.5:9000", "handle": HANDLE, "connections": 6}
     sampling = {"temperature": 0.5, "top_k": 3, "seed": 7, "logprobs": 2}
     asked = part(start=70, source=source, max_tokens=9, sampling=sampling, end_tokens=[4], salt="s")
@@ -46,14 +46,14 @@ def test_a_segment_that_decodes_is_asked_of_vllm_as_it_was_asked_here() -> None:
     assert {name: body[name] for name in expected} == expected
 
 
-def test_a_segment_that_hands_on_leaves_the_last_token_to_whoever_decodes() -> None:
+def test_prefill_segment_leaves_its_last_token_to_the_decode_engine() -> None:
     body = body_of(part(stop=100, codec="int8"), HANDLE, 9.0, 60.0)
     assert (len(body["prompt"]), body["max_tokens"]) == (99, 1)  # type: ignore[arg-type]
     give = {"handle": HANDLE, "stop": 99, "codec": "int8", "lasts_s": 9.0}
     assert body["kv_transfer_params"] == {"potluck": {"request": "r", "give": give}}
 
 
-def test_penalties_biases_and_formats_are_said_in_vllms_words_and_only_where_asked_for() -> None:
+def test_penalties_biases_and_formats_are_translated_only_if_set() -> None:
     way = {
         "presence_penalty": 1.5,
         "repetition_penalty": 1.1,
@@ -72,11 +72,11 @@ def test_penalties_biases_and_formats_are_said_in_vllms_words_and_only_where_ask
     assert not text.keys() & body_of(part(max_tokens=3), None, 1.0, 60.0).keys()
 
 
-def test_whole_requests_say_nothing_of_hand_overs() -> None:
+def test_aggregated_request_has_no_kv_transfer_params() -> None:
     assert "kv_transfer_params" not in body_of(part(max_tokens=3), None, 1.0, 60.0)
 
 
-def test_events_are_read_wherever_they_are_cut() -> None:
+def test_vllm_stream_events_are_read_for_any_chunking() -> None:
     logprobs = {"token_logprobs": [-1.5], "top_logprobs": [{"token_id:9": -1.0, "token_id:5": -1.5}]}
     text = [
         {"choices": [{"token_ids": [5], "logprobs": logprobs, "finish_reason": None}]},
@@ -114,14 +114,12 @@ def test_vllm_top_logprobs_without_sampled_token_has_requested_count(count: int,
         (500, b"oops", (503, "try_again")),
     ],
 )
-def test_errors_of_vllm_mean_what_those_of_an_engine_do(
-    status: int, said: bytes, means: tuple[int, str | None]
-) -> None:
+def test_vllm_errors_map_to_engine_refusals(status: int, said: bytes, means: tuple[int, str | None]) -> None:
     refusal = refusal_of(status, said)
     assert (refusal.status, refusal.code) == means
 
 
-def test_a_layout_becomes_flags() -> None:
+def test_layout_is_translated_to_vllm_flags() -> None:
     shape = GpuShape(2, (20, 12))
     tls = (Path("/c.pem"), Path("/c.key"), Path("/ca.pem"))
     settings = VllmSettings(
@@ -143,7 +141,7 @@ def test_a_layout_becomes_flags() -> None:
         GpuShape(1, (20, 0))
 
 
-def test_metrics_are_summed_over_their_labels() -> None:
+def test_vllm_metrics_are_summed_over_labels() -> None:
     text = '# HELP x\nx{engine="0"} 2.0\nx{engine="1"} 3.5\ny 1\nz{a="b"} NaN?\n'
     assert summed(text) == {"x": 5.5, "y": 1.0}
 
@@ -153,7 +151,7 @@ async def empty(request: web.Request) -> web.StreamResponse:
     return await streamed(request, {"choices": [{"token_ids": [], "finish_reason": "abort"}]})
 
 
-def test_tokens_and_an_end_that_adds_up(tmp_path: Path) -> None:
+def test_adapter_streams_tokens_and_a_consistent_end(tmp_path: Path) -> None:
     async def play() -> None:
         async with standing(tmp_path, three_tokens) as stand:
             status, lines = await stand.lines(max_tokens=3)
@@ -181,7 +179,7 @@ def test_tokens_and_an_end_that_adds_up(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-def test_an_empty_answer_is_no_answer_and_draining_refuses_before_vllm_does(tmp_path: Path) -> None:
+def test_empty_vllm_answer_is_an_error_and_draining_refuses_first(tmp_path: Path) -> None:
     async def play() -> None:
         async with standing(tmp_path, empty) as stand:
             status, lines = await stand.lines(max_tokens=3)
@@ -205,7 +203,7 @@ def test_an_empty_answer_is_no_answer_and_draining_refuses_before_vllm_does(tmp_
         ({"state": "failed", "claimed": True, "problem": "no room"}, "error", "hand_over"),
     ],
 )
-def test_who_hands_on_says_what_became_of_it(
+def test_prefill_segment_reports_the_outcome_of_its_transfer(
     tmp_path: Path, told: dict[str, object], ended: str, code: str | None
 ) -> None:
     async def play() -> None:
@@ -222,7 +220,7 @@ def test_who_hands_on_says_what_became_of_it(
     asyncio.run(play())
 
 
-def test_a_receiver_that_never_comes_is_told_of_in_time(tmp_path: Path) -> None:
+def test_missing_receiver_is_reported_within_the_transfer_time(tmp_path: Path) -> None:
     async def play() -> None:
         async with standing(tmp_path, three_tokens, handover_s=0.2) as stand:
             _, lines = await stand.lines(stop=70, handle=HANDLE)
@@ -231,7 +229,7 @@ def test_a_receiver_that_never_comes_is_told_of_in_time(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-def test_kv_comes_from_peers_only_and_connectors_are_told_who_they_are(tmp_path: Path) -> None:
+def test_kv_is_fetched_only_from_peers_known_to_the_connector(tmp_path: Path) -> None:
     async def play() -> None:
         async with standing(tmp_path, three_tokens) as stand:
             source = {"kv": "10.0.0.5:9000", "handle": HANDLE}
@@ -249,7 +247,7 @@ def test_kv_comes_from_peers_only_and_connectors_are_told_who_they_are(tmp_path:
     asyncio.run(play())
 
 
-def test_what_is_wrong_with_a_segment_is_named(tmp_path: Path) -> None:
+def test_invalid_segment_is_refused_by_field(tmp_path: Path) -> None:
     async def play() -> None:
         async with standing(tmp_path, three_tokens) as stand:
             for body, status, names in (
@@ -270,7 +268,7 @@ def test_what_is_wrong_with_a_segment_is_named(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-def test_what_vllm_holds_is_told_until_it_is_gone(tmp_path: Path) -> None:
+def test_cached_vllm_blocks_are_reported_until_evicted(tmp_path: Path) -> None:
     tokens = list(range(96))
 
     async def play() -> None:
@@ -321,7 +319,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """
 
 
-def test_of_what_vllm_says_last_the_cause_is_told(tmp_path: Path) -> None:
+def test_failed_vllm_start_reports_the_causing_log_line(tmp_path: Path) -> None:
     python, lines = tmp_path / "python", tmp_path / "lines"
     lines.write_text(LAST_LINES)
     python.write_text(f"#!/bin/sh\ncat {lines}\nexit 1\n")

@@ -50,7 +50,7 @@ def kinds(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, LayerBlo
 
 @pytest.mark.parametrize("kind", ["plain", "strided", "latent", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_written_is_read_at_any_cut(kind: str, dtype: torch.dtype) -> None:
+def test_written_blocks_are_read_back_at_any_cut(kind: str, dtype: torch.dtype) -> None:
     blocks = kinds(4, dtype)[kind]
     table = (5, 0, 3)
     values = torch.randn(blocks.shape.of(11)).to(dtype)
@@ -62,7 +62,7 @@ def test_what_is_written_is_read_at_any_cut(kind: str, dtype: torch.dtype) -> No
     assert torch.equal(blocks.read(table, 1, 5), torch.cat([values[1:2], values[5:7], values[4:5]]))
 
 
-def test_plain_keys_and_values_lie_side_by_side() -> None:
+def test_plain_keys_and_values_are_adjacent_in_memory() -> None:
     cache = torch.zeros(2, HEADS, 4, 2 * WIDTH)
     blocks = PlainBlocks(cache, "kv")
     values = torch.randn(blocks.shape.of(1))
@@ -71,7 +71,7 @@ def test_plain_keys_and_values_lie_side_by_side() -> None:
     assert torch.equal(cache[1, :, 2, WIDTH:], values[0, 1])
 
 
-def test_an_order_that_cannot_be_followed_is_refused() -> None:
+def test_unknown_block_layout_is_refused() -> None:
     def lost(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
         cache[1] = 1
 
@@ -81,7 +81,7 @@ def test_an_order_that_cannot_be_followed_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 4.0)])
-def test_caches_of_eight_bits_lie_in_memory_as_bytes(dtype: str, scales: tuple[float, float]) -> None:
+def test_eight_bit_caches_are_stored_as_bytes_with_scales(dtype: str, scales: tuple[float, float]) -> None:
     form, factors = getattr(torch, dtype), torch.tensor(scales).view(1, 2, 1, 1)
 
     def quantised(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -103,7 +103,7 @@ def test_caches_of_eight_bits_lie_in_memory_as_bytes(dtype: str, scales: tuple[f
 
 
 @pytest.mark.parametrize("kind", ["plain", "strided", "packed"])
-def test_some_heads_are_written_and_the_others_stay(kind: str) -> None:
+def test_writing_some_heads_keeps_the_others(kind: str) -> None:
     blocks, table = kinds(4)[kind], (5, 0, 3)
     whole, one = torch.randn(blocks.shape.of(11)), torch.randn(blocks.shape.of(4, 1))
     blocks.write(table, 0, whole)
@@ -112,7 +112,7 @@ def test_some_heads_are_written_and_the_others_stay(kind: str) -> None:
     assert torch.equal(blocks.read(table, 0, 11), whole)
 
 
-def test_a_directory_has_one_mark_whichever_engine_reads_it(tmp_path: Path) -> None:
+def test_model_fingerprint_is_the_same_for_every_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": 1, "transformers_version": "4"}')
     (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 400)
     before = mark_of(str(tmp_path), None, {}, {})
@@ -124,14 +124,14 @@ def test_a_directory_has_one_mark_whichever_engine_reads_it(tmp_path: Path) -> N
     assert mark_of("org/name", None, {"a": 1}, {}) != mark_of("org/name", None, {"a": 2}, {})
 
 
-def test_a_vllm_that_was_not_tried_is_refused_unless_asked_for() -> None:
+def test_untested_vllm_version_is_refused_unless_forced() -> None:
     assert check_version("0.32.0+cpu") == ""
     with pytest.raises(InputError, match="tried with 0.32.0, not with 0.99"):
         check_version("0.99")
     assert "0.99" in check_version("0.99", anyway=True)
 
 
-def test_layers_are_known_by_number() -> None:
+def test_layer_number_is_parsed_from_its_name() -> None:
     assert layer_of("model.layers.13.self_attn.attn") == 13
     with pytest.raises(InputError):
         layer_of("model.layers.3.mixer.2.attn")
@@ -146,7 +146,7 @@ def specs(**kinds: dict[str, object]) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_groups=groups)
 
 
-def test_what_cannot_be_handed_over_is_named_when_vllm_starts() -> None:
+def test_unsupported_cache_kinds_are_refused_when_vllm_starts() -> None:
     window: dict[str, object] = {"sliding_window": 8}
     assert not check_caches(specs(FullAttentionSpec={}), "auto")
     assert check_caches(specs(FullAttentionSpec={}, SlidingWindowSpec=window), "bfloat16") == {"window"}

@@ -34,7 +34,7 @@ def orders(booking: TransferScheduler, **scheduled: int):  # type: ignore[no-unt
     return booking.orders(scheduled, lambda key: [[7, 8, 9]])
 
 
-def test_a_taker_gets_blocks_only_when_bytes_have_come() -> None:
+def test_receiving_request_gets_blocks_once_its_kv_has_arrived() -> None:
     booking, request = TransferScheduler(2), taker()
     booking.came(request)
     assert booking.matched(request, 32) == (None, False)
@@ -51,7 +51,7 @@ def test_a_taker_gets_blocks_only_when_bytes_have_come() -> None:
     assert booking.matched(request, 0) == (0, False)  # preempted: a handle is good for one fetch
 
 
-def test_what_is_held_already_is_asked_for_all_the_same_so_that_the_sender_is_done() -> None:
+def test_fully_cached_request_still_fetches_to_release_the_sender() -> None:
     booking, request = TransferScheduler(1), taker(stop=64)
     booking.came(request)
     assert booking.matched(request, 96) == (0, False)
@@ -61,7 +61,7 @@ def test_what_is_held_already_is_asked_for_all_the_same_so_that_the_sender_is_do
 
 
 @pytest.mark.parametrize("computed", [0, 96], ids=["evicted since", "held since"])
-def test_what_cannot_be_used_any_more_is_let_go(computed: int) -> None:
+def test_received_kv_that_became_unusable_is_dropped(computed: int) -> None:
     booking, request = TransferScheduler(1), taker()
     booking.came(request)
     booking.matched(request, 32)
@@ -71,7 +71,7 @@ def test_what_cannot_be_used_any_more_is_let_go(computed: int) -> None:
     assert orders(booking).places == [PlaceBlocks("t")]
 
 
-def test_a_failure_before_blocks_were_taken_means_to_compute() -> None:
+def test_transfer_failure_before_allocation_falls_back_to_computing() -> None:
     booking, request = TransferScheduler(1), taker()
     booking.came(request)
     booking.matched(request, 0)
@@ -79,7 +79,7 @@ def test_a_failure_before_blocks_were_taken_means_to_compute() -> None:
     assert booking.matched(request, 0) == (0, False)
 
 
-def test_a_giver_is_read_up_to_its_stop_and_keeps_its_blocks_until_then() -> None:
+def test_sending_request_is_read_to_its_stop_and_keeps_its_blocks() -> None:
     booking, request = TransferScheduler(1), giver()
     booking.came(request)
     result = orders(booking, g=40, other=3)
@@ -92,7 +92,7 @@ def test_a_giver_is_read_up_to_its_stop_and_keeps_its_blocks_until_then() -> Non
     assert len(booking) == 0
 
 
-def test_requests_that_end_early_leave_nothing_behind() -> None:
+def test_requests_that_end_early_leave_no_transfer_state() -> None:
     booking = TransferScheduler(1)
     for request in (giver(), taker()):
         booking.came(request)
@@ -103,7 +103,7 @@ def test_requests_that_end_early_leave_nothing_behind() -> None:
     booking.heard(WorkerNews(come={"t": 1}, failed={"t"}, lossy={"t"}))  # too late: nobody minds
 
 
-def test_requests_of_others_are_left_alone() -> None:
+def test_requests_without_transfer_params_are_ignored() -> None:
     booking, request = TransferScheduler(1), Request("x", None)
     booking.came(request)
     assert booking.matched(request, 0) == (0, False)
@@ -112,7 +112,7 @@ def test_requests_of_others_are_left_alone() -> None:
     assert booking.quiet
 
 
-def test_with_windows_the_last_token_is_left_to_whoever_decodes() -> None:
+def test_windowed_models_leave_the_last_token_to_the_receiver() -> None:
     with pytest.raises(InputError, match="at most 99"):
         TransferScheduler(1, windows=True).came(taker(stop=100))
     booking = TransferScheduler(1, windows=True)
@@ -131,11 +131,11 @@ def test_with_windows_the_last_token_is_left_to_whoever_decodes() -> None:
         ("r", "potluck"),
     ],
 )
-def test_bad_params_are_named(said: object, names: str) -> None:
+def test_invalid_transfer_params_are_refused_by_name(said: object, names: str) -> None:
     with pytest.raises(InputError, match=names):
         moves_of({"potluck": said})
 
 
-def test_more_tokens_than_the_prompt_has_cannot_be_handed_over() -> None:
+def test_transfer_of_more_tokens_than_the_prompt_is_refused() -> None:
     with pytest.raises(InputError, match="more tokens"):
         TransferScheduler(1).came(giver(stop=101))

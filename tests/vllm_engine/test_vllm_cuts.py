@@ -237,7 +237,7 @@ def reckoned_bytes(dtype: str, latent: bool = False, codec: str = "raw") -> int:
 
 
 @pytest.mark.parametrize(("giver", "taker"), product(CUTS, CUTS))
-def test_every_pair_of_cuts_hands_over_each_head_once(made: list[Workers], giver: str, taker: str) -> None:
+def test_every_pair_of_layouts_transfers_each_head_once(made: list[Workers], giver: str, taker: str) -> None:
     _, receiver = handed(made, Kept(CUTS[giver]), Kept(CUTS[taker], 16))
     assert receiver.moved_bytes() == reckoned_bytes("float32")
 
@@ -245,7 +245,7 @@ def test_every_pair_of_cuts_hands_over_each_head_once(made: list[Workers], giver
 @pytest.mark.parametrize(
     ("giver", "taker"), [("tp1", "tp4"), ("tp4", "tp1"), ("tp2", "tp4pp4"), ("tp4pp4", "tp2pp2")]
 )
-def test_latents_cross_once_whatever_the_degree(made: list[Workers], giver: str, taker: str) -> None:
+def test_latent_kv_is_transferred_once_for_any_tp_degree(made: list[Workers], giver: str, taker: str) -> None:
     _, receiver = handed(
         made,
         Kept(CUTS[giver], latent=True, dtype="bfloat16"),
@@ -256,7 +256,7 @@ def test_latents_cross_once_whatever_the_degree(made: list[Workers], giver: str,
 
 @pytest.mark.parametrize("orders", [("NHD", "HND"), ("HND", "NHD")])
 @pytest.mark.parametrize("tokens", [(16, 64), (64, 16)])
-def test_unlike_blocks_and_orders(
+def test_kv_is_transferred_between_different_block_sizes_and_orders(
     made: list[Workers], orders: tuple[str, str], tokens: tuple[int, int]
 ) -> None:
     handed(
@@ -268,7 +268,9 @@ FORMATS = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32")
 
 
 @pytest.mark.parametrize(("giver", "taker"), product(FORMATS, FORMATS))
-def test_unlike_formats_cross_in_the_smaller_one(made: list[Workers], giver: str, taker: str) -> None:
+def test_kv_of_different_dtypes_is_transferred_in_the_smaller_one(
+    made: list[Workers], giver: str, taker: str
+) -> None:
     _, receiver = handed(made, Kept(CUTS["tp1"], dtype=giver), Kept(CUTS["tp2"], dtype=taker))
     smaller = min((giver, taker), key=ITEM_BYTES.__getitem__)
     assert receiver.moved_bytes() == reckoned_bytes(smaller)
@@ -288,13 +290,15 @@ SCALED = Kept(CUTS["tp2"], dtype="float8_e4m3fn", scales=(0.25, 2.0))
         (SCALED, replace(SCALED, layout=CUTS["tp1"])),
     ],
 )
-def test_scales_of_eight_bits_are_undone_or_the_same(made: list[Workers], giver: Kept, taker: Kept) -> None:
+def test_eight_bit_scales_are_undone_or_kept_in_a_transfer(
+    made: list[Workers], giver: Kept, taker: Kept
+) -> None:
     handed(made, giver, taker)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_codecs_between_unlike_cuts(made: list[Workers], codec: str, dtype: str) -> None:
+def test_codecs_work_between_different_layouts(made: list[Workers], codec: str, dtype: str) -> None:
     giver = Kept(CUTS["tp1"], dtype=dtype)
     _, receiver = handed(made, giver, Kept(CUTS["tp4"], dtype="bfloat16"), codec)
     assert receiver.moved_bytes() < reckoned_bytes("bfloat16")
@@ -368,7 +372,7 @@ UNLIKE = [("tp1", "tp2"), ("tp2", "tp1"), ("tp2pp2", "tp1pp2"), ("tp1pp2", "tp2p
         *((kind, "tp1", "tp2") for kind in UNCUT),  # noticed when they come: the prompt is computed
     ],
 )
-def test_recurrent_states_cross_between_all_cuts(
+def test_recurrent_states_are_transferred_between_all_layouts(
     made: list[Workers], kind: str, giver: str, taker: str
 ) -> None:
     sender, receiver = Workers(Kept(CUTS[giver])), Workers(Kept(CUTS[taker], 16))
@@ -405,7 +409,7 @@ def test_recurrent_states_cross_between_all_cuts(
     ("kind", "own", "other"),
     [("OTHER", "tp1", 2), ("MAMBA2, one group", "tp1", 2), ("MAMBA2", "tp4", 2), ("MAMBA2", "tp2", 4)],
 )
-def test_states_that_cannot_be_cut_cross_between_equal_degrees_alone(
+def test_indivisible_states_are_transferred_only_between_equal_tp_degrees(
     made: list[Workers], kind: str, own: str, other: int
 ) -> None:
     """Unknown ones, groups that workers share, and heads of which several workers have copies."""
@@ -423,7 +427,7 @@ def test_states_that_cannot_be_cut_cross_between_equal_degrees_alone(
     ] == [0]
 
 
-def test_a_state_is_found_in_whichever_way_vllm_keeps_it() -> None:
+def test_recurrent_state_is_found_in_every_vllm_cache_mode() -> None:
     state = torch.arange(10.0).view(10, 1)
     for kept, ahead, table, tokens, due in (
         ("none", 0, (4,), 70, 4),
@@ -437,7 +441,7 @@ def test_a_state_is_found_in_whichever_way_vllm_keeps_it() -> None:
         StateBlocks([state], "align").read((4, 0), 0, 70)
 
 
-def test_what_one_sender_fails_no_worker_of_the_receiver_uses(made: list[Workers]) -> None:
+def test_failure_of_one_sender_fails_every_worker_of_the_receiver(made: list[Workers]) -> None:
     sender, receiver = Workers(Kept(CUTS["tp2"])), Workers(Kept(CUTS["tp1pp2"]))
     made += [sender, receiver]
     receiver.allow(sender)
@@ -451,7 +455,7 @@ def test_what_one_sender_fails_no_worker_of_the_receiver_uses(made: list[Workers
     sender.giving[0].drop("g")
 
 
-def test_a_worker_that_never_comes_leaves_nothing_behind(made: list[Workers]) -> None:
+def test_missing_receiver_worker_releases_the_sender_within_its_lease(made: list[Workers]) -> None:
     """One of two readers is missing: the sender gives up within its lease, the other reader fails."""
     sender, receiver = Workers(Kept()), Workers(Kept(CUTS["tp2"]))
     made += [sender, receiver]
@@ -466,7 +470,7 @@ def test_a_worker_that_never_comes_leaves_nothing_behind(made: list[Workers]) ->
     sender.giving[0].drop("g")
 
 
-def test_two_receivers_cannot_share_a_handle(made: list[Workers]) -> None:
+def test_second_receiver_of_a_handle_is_refused(made: list[Workers]) -> None:
     sender, first, second = (Workers(Kept(cut)) for cut in (CUTS["tp1"], CUTS["tp1"], CUTS["tp2"]))
     made += [sender, first, second]
     for receiver in (first, second):

@@ -56,7 +56,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.mark.parametrize(("giver", "taker"), product(CUTS, CUTS))
-def test_every_pair_gives_the_tokens_of_one_plain_instance(
+def test_every_pair_of_live_layouts_gives_the_tokens_of_one_instance(
     fleet: Fleet, threads: ThreadPoolExecutor, giver: str, taker: str
 ) -> None:
     """Prefill on one and decode on the other, and prompts that both share at any token."""
@@ -79,7 +79,9 @@ def test_every_pair_gives_the_tokens_of_one_plain_instance(
         assert receiver.metric(RECEIVED) - came_bytes == cut * TOKEN_BYTES
 
 
-def test_many_at_once_between_all_of_them(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
+def test_concurrent_transfers_between_live_layouts_give_equal_tokens(
+    fleet: Fleet, threads: ThreadPoolExecutor
+) -> None:
     drawn = random.Random(3)
     work = []
     for seed in range(24):
@@ -95,7 +97,7 @@ def test_many_at_once_between_all_of_them(fleet: Fleet, threads: ThreadPoolExecu
         until_free(fleet[name])
 
 
-def test_kv_of_another_prompt_would_be_noticed(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
+def test_kv_of_another_prompt_is_refused_and_recomputed(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
     """The control: what crosses is what is answered from. A prompt whose KV comes from elsewhere is not taken."""
     receiver, tokens = fleet["tp2"], prompt("control", 200)
     before = receiver.metric(FAILED)
@@ -109,7 +111,7 @@ def test_kv_of_another_prompt_would_be_noticed(fleet: Fleet, threads: ThreadPool
     assert len(given.result(60)) == 1
 
 
-def test_the_embedded_engine_and_workers_of_vllm_hand_over_to_each_other(
+def test_embedded_engine_and_vllm_workers_transfer_to_each_other(
     fleet: Fleet, model: Path, threads: ThreadPoolExecutor
 ) -> None:
     import os
@@ -149,7 +151,7 @@ def test_the_embedded_engine_and_workers_of_vllm_hand_over_to_each_other(
         embedded.end()
 
 
-def test_a_sender_killed_before_during_and_after_costs_time_and_no_answer(
+def test_killed_sender_at_any_time_costs_no_answer(
     fleet: Fleet, model: Path, threads: ThreadPoolExecutor
 ) -> None:
     receiver, plain = fleet["tp1pp2"], fleet["plain"]

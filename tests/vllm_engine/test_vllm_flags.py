@@ -9,7 +9,7 @@ from potluck.cli.planning.export_check import vllm_flags
 pytestmark = needs_vllm
 
 
-def test_the_list_is_what_vllms_parser_has() -> None:
+def test_vllm_flag_list_equals_that_of_its_parser() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

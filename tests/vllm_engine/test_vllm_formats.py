@@ -43,7 +43,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]]
 
 
 @pytest.mark.parametrize("planned", CHOSEN)
-def test_every_format_is_made_as_planned_or_refused_in_a_line(
+def test_every_weight_format_is_set_as_planned_or_refused(
     read: Callable[[tuple[str, ...]], Any], planned: Format
 ) -> None:
     if planned == "bf16":
@@ -61,7 +61,7 @@ def test_every_format_is_made_as_planned_or_refused_in_a_line(
         assert kept == MEANT[planned]
 
 
-def test_what_is_refused_is_not_made_of_all_weights_by_vllm_either(
+def test_refused_formats_are_not_made_by_vllm(
     read: Callable[[tuple[str, ...]], Any],
 ) -> None:
     """So that a format which a newer vLLM makes is noticed."""
@@ -74,7 +74,7 @@ def test_what_is_refused_is_not_made_of_all_weights_by_vllm_either(
     assert whole == {*VLLM_MAKES.values(), "fp8_per_channel", "mxfp8"}  # no names of ours for these two
 
 
-def test_caches_in_eight_bits_are_a_flag_that_vllm_has(read: Callable[[tuple[str, ...]], Any]) -> None:
+def test_kv_cache_dtype_fp8_is_a_vllm_flag(read: Callable[[tuple[str, ...]], Any]) -> None:
     assert read(("--kv-cache-dtype", "fp8")) is None
     with pytest.raises(SystemExit):
         read(("--kv-cache-dtype", "fp9"))

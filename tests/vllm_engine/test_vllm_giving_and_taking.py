@@ -98,7 +98,7 @@ def pair() -> Iterator[Pair]:
     assert made.giving.aside_bytes == 0
 
 
-def test_layers_cross_step_by_step_between_unlike_blocks(pair: Pair) -> None:
+def test_layers_are_transferred_step_by_step_between_different_blocks(pair: Pair) -> None:
     pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
@@ -112,7 +112,7 @@ def test_layers_cross_step_by_step_between_unlike_blocks(pair: Pair) -> None:
     assert (pair.giving.open, pair.taking.open) == (0, 0)
 
 
-def test_a_receiver_that_comes_late_gets_what_it_lacks(pair: Pair) -> None:
+def test_late_receiver_gets_the_tokens_it_lacks(pair: Pair) -> None:
     handle = pair.offer()
     pair.compute()
     pair.giving.keep(pair.sent)
@@ -127,7 +127,7 @@ def test_a_receiver_that_comes_late_gets_what_it_lacks(pair: Pair) -> None:
     assert moved == LAYERS * (70 - 24) * 2 * HEADS * WIDTH * 4
 
 
-def test_codecs_make_it_small_and_are_told_of(pair: Pair) -> None:
+def test_codec_shrinks_kv_and_is_reported_as_lossy(pair: Pair) -> None:
     pair.ask(pair.offer("int8"))
     pair.compute()
     pair.come()
@@ -140,7 +140,7 @@ def test_codecs_make_it_small_and_are_told_of(pair: Pair) -> None:
     assert all(torch.allclose(pair.held(at), value, atol=0.05) for at, value in pair.values.items())
 
 
-def test_without_room_in_the_host_blocks_stay_until_somebody_comes(pair: Pair) -> None:
+def test_blocks_stay_until_fetched_without_host_memory(pair: Pair) -> None:
     pair.giving.most_aside_bytes = 70 * 2 * HEADS * WIDTH * 4  # one layer
     handle = pair.offer()
     pair.compute()
@@ -154,7 +154,7 @@ def test_without_room_in_the_host_blocks_stay_until_somebody_comes(pair: Pair) -
     assert pair.whole()
 
 
-def test_blocks_that_nobody_comes_for_are_free_when_the_time_is_over(pair: Pair) -> None:
+def test_unclaimed_blocks_are_freed_at_the_deadline(pair: Pair) -> None:
     pair.giving.most_aside_bytes = 0
     pair.offer(lasts_s=0.3)
     pair.compute()
@@ -164,7 +164,7 @@ def test_blocks_that_nobody_comes_for_are_free_when_the_time_is_over(pair: Pair)
     assert pair.state() == "gone"
 
 
-def test_what_lies_in_the_host_is_let_go_when_the_time_is_over(pair: Pair) -> None:
+def test_unclaimed_host_copy_is_freed_at_the_deadline(pair: Pair) -> None:
     pair.offer(lasts_s=0.3)
     pair.compute()
     pair.giving.keep(pair.sent)
@@ -174,7 +174,7 @@ def test_what_lies_in_the_host_is_let_go_when_the_time_is_over(pair: Pair) -> No
     assert pair.state() == "gone"
 
 
-def test_a_sender_that_ends_early_is_told_to_the_receiver(pair: Pair) -> None:
+def test_early_end_of_the_sender_fails_the_receiver(pair: Pair) -> None:
     pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
@@ -184,7 +184,7 @@ def test_a_sender_that_ends_early_is_told_to_the_receiver(pair: Pair) -> None:
     assert any("ended before" in str(line.get("problem")) for line in pair.told if "took" in line)
 
 
-def test_a_sender_that_dies_leaves_blocks_to_compute(pair: Pair) -> None:
+def test_dead_sender_leaves_the_blocks_to_be_recomputed(pair: Pair) -> None:
     pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
@@ -193,7 +193,7 @@ def test_a_sender_that_dies_leaves_blocks_to_compute(pair: Pair) -> None:
     until(lambda: pair.taking.results() == FAILED)
 
 
-def test_a_sender_that_was_never_there_is_found_out_before_blocks_are_taken(pair: Pair) -> None:
+def test_unreachable_sender_fails_before_blocks_are_allocated(pair: Pair) -> None:
     pair.sender.close()
     pair.ask(new_handle())
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
@@ -201,7 +201,7 @@ def test_a_sender_that_was_never_there_is_found_out_before_blocks_are_taken(pair
     assert pair.taking.results() == FAILED
 
 
-def test_a_request_that_is_cancelled_gives_its_blocks_back_unbroken(pair: Pair) -> None:
+def test_cancelled_request_returns_its_blocks_intact(pair: Pair) -> None:
     pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
@@ -211,7 +211,7 @@ def test_a_request_that_is_cancelled_gives_its_blocks_back_unbroken(pair: Pair) 
     pair.giving.drop("g")
 
 
-def test_what_nobody_needs_is_taken_and_let_go(pair: Pair) -> None:
+def test_unneeded_transfer_is_fetched_and_dropped(pair: Pair) -> None:
     pair.ask(pair.offer(), have=69)
     pair.taking.put(PlaceBlocks("t"))
     pair.compute()
@@ -221,7 +221,7 @@ def test_what_nobody_needs_is_taken_and_let_go(pair: Pair) -> None:
     pair.giving.drop("g")
 
 
-def test_a_cache_of_another_shape_is_not_taken(pair: Pair) -> None:
+def test_cache_of_another_shape_is_refused(pair: Pair) -> None:
     for number in range(LAYERS):
         pair.giver[number] = layer(4, 2 * WIDTH)
         pair.values[number] = torch.randn(70, 2, HEADS, 2 * WIDTH)
@@ -233,7 +233,7 @@ def test_a_cache_of_another_shape_is_not_taken(pair: Pair) -> None:
     assert any("expected [70, 2, 2, 8]" in str(line.get("problem")) for line in pair.told if "took" in line)
 
 
-def test_what_came_in_fewer_bits_does_not_go_on_as_exact(pair: Pair) -> None:
+def test_lossy_kv_is_not_passed_on_as_exact(pair: Pair) -> None:
     pair.ask(pair.offer())
     pair.giving.lossy("g")
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
@@ -246,7 +246,7 @@ def windowed(size: int, group: int) -> dict[int, VllmLayer]:
     return layers(size) | {1: layer(size, group=group, window=20)}
 
 
-def test_of_a_window_only_what_is_seen_crosses_and_blocks_that_it_has_passed_are_not_needed() -> None:
+def test_only_the_visible_part_of_a_window_is_transferred() -> None:
     pair = Pair(windowed(4, 1), windowed(8, 2))
     table = tuple(range(20, 38))
     pair.sent = ReadBlocks("g", (table, (0,) * 12 + table[:6]), 70)
@@ -269,7 +269,7 @@ def test_of_a_window_only_what_is_seen_crosses_and_blocks_that_it_has_passed_are
     pair.taking.close()
 
 
-def test_a_window_that_passed_before_it_was_read_is_told_of() -> None:
+def test_window_evicted_before_its_read_fails_the_transfer() -> None:
     pair = Pair(windowed(4, 0), windowed(8, 0))
     pair.giving.most_aside_bytes = 0
     handle = pair.offer()
@@ -284,7 +284,7 @@ def test_a_window_that_passed_before_it_was_read_is_told_of() -> None:
     pair.taking.close()
 
 
-def test_another_models_kv_is_not_taken() -> None:
+def test_kv_of_another_model_is_refused() -> None:
     pair = Pair(mark="another")
     pair.ask(pair.offer(), within_s=0.5)
     pair.compute()
@@ -293,7 +293,7 @@ def test_another_models_kv_is_not_taken() -> None:
     pair.taking.close()
 
 
-def test_windows_are_wanted_whole_where_the_receiver_keeps_all_of_them() -> None:
+def test_receiver_that_keeps_whole_windows_requests_them_whole() -> None:
     keeping = layers(8) | {1: layer(8, window=20, keeps_all=True)}
     pair = Pair(layers(4) | {1: layer(4, window=20, keeps_all=True)}, keeping)
     pair.ask(pair.offer())

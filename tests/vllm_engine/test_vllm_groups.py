@@ -95,7 +95,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_nodes_serve_as_one_and_when_one_dies_all_end_and_come_back(group: Callable[..., Node]) -> None:
+def test_vllm_nodes_serve_as_one_and_restart_together(group: Callable[..., Node]) -> None:
     second, first = group(1), group(0)
     until(lambda: serving(first), first, second)
     status = first.call("/status")
@@ -137,14 +137,14 @@ def _lines(node: Node, body: object) -> bytes:
         return error.read()
 
 
-def test_a_node_that_is_asked_to_end_drains_all(group: Callable[..., Node]) -> None:
+def test_stopping_one_vllm_node_drains_all(group: Callable[..., Node]) -> None:
     first, second = group(0), group(1)
     until(lambda: serving(first), first, second)
     second.process.terminate()
     assert (first.ended()[0], second.ended()[0]) == (0, 0)
 
 
-def test_what_is_unlike_is_refused_by_name(group: Callable[..., Node]) -> None:
+def test_vllm_nodes_with_different_settings_are_refused_by_name(group: Callable[..., Node]) -> None:
     group(0)
     code, log = group(1, "--", "--dtype", "float32").ended()
     assert (code, "flags behind -- is ['--dtype', 'float32'] there, [] on the first node" in log) == (2, True)
@@ -152,7 +152,7 @@ def test_what_is_unlike_is_refused_by_name(group: Callable[..., Node]) -> None:
     assert (code, "all nodes of a replica need the same key" in log) == (2, True)
 
 
-def test_machines_without_a_key_are_refused(
+def test_several_vllm_nodes_without_a_key_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever reaches the port where nodes meet could join them."""
@@ -164,7 +164,7 @@ def test_machines_without_a_key_are_refused(
     assert "--api-key-file: is needed for several machines" in capsys.readouterr().err
 
 
-def test_places_and_shapes_that_do_not_fit_are_named() -> None:
+def test_invalid_node_places_and_shapes_are_refused_by_option() -> None:
     shape = GpuShape(2, (20, 12))
     for place, field in (
         (NodePlace(2, 2, ("a", 1)), "--node-rank"),
@@ -176,7 +176,7 @@ def test_places_and_shapes_that_do_not_fit_are_named() -> None:
     assert NodePlace(2, 1, ("a", 1)).checked(shape).workers(shape) == 2
 
 
-def test_machines_may_differ_in_memory_and_where_the_model_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_nodes_may_differ_in_memory_and_model_path(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, place = GpuShape(2, (20, 12)), NodePlace(2, 0, ("127.0.0.1", 1))
     ours = VllmSettings("/a", "m", "p", shape, place, more=("--x", "--gpu-memory-utilization", "0.9"))
     theirs = VllmSettings("/b", "m", "q", shape, place, more=("--gpu-memory-utilization=0.5", "--x"))
@@ -194,7 +194,7 @@ def test_machines_may_differ_in_memory_and_where_the_model_lies(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("version", "problem"), [("", "has no vLLM; "), ("0.30.1", "has vLLM 0.30.1; this was tried with 0.32.0")]
 )
-def test_a_python_without_the_right_vllm_is_refused_at_once(
+def test_python_without_the_supported_vllm_is_refused_at_once(
     tmp_path: Path, version: str, problem: str
 ) -> None:
     words = [sys.executable, "-m", "potluck.cli.main", "engine", "vllm", "--model", "m", "--python"]

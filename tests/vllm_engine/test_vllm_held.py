@@ -18,7 +18,7 @@ def keys(tokens: list[int], size: int) -> list[str]:
     return [str(tokens[: stop + size]) for stop in range(0, len(tokens) - size + 1, size)]
 
 
-def test_blocks_have_the_names_that_a_gateway_gives_to_the_same_tokens() -> None:
+def test_reported_blocks_have_the_names_of_the_gateway() -> None:
     for size in (16, 32, 48):
         held, names = HeldBlocks("m"), keys(TOKENS, size)
         held.stored(names[:1], None, TOKENS[:size], size, "salt")
@@ -28,7 +28,7 @@ def test_blocks_have_the_names_that_a_gateway_gives_to_the_same_tokens() -> None
         assert held.everything().added == block_hashes(TOKENS, "m", salt="salt")
 
 
-def test_what_is_there_twice_goes_when_both_are_gone() -> None:
+def test_prefix_block_is_evicted_after_its_last_copy_is_gone() -> None:
     held, names = HeldBlocks("m"), keys(TOKENS, 32)
     for _ in range(2):
         held.stored(names, None, TOKENS, 32)
@@ -41,7 +41,7 @@ def test_what_is_there_twice_goes_when_both_are_gone() -> None:
     assert (held.changes().removed, len(held)) == (block_hashes(TOKENS, "m")[:4], 0)
 
 
-def test_what_cannot_be_named_is_left_out() -> None:
+def test_blocks_without_a_known_parent_or_size_are_left_out() -> None:
     held, names = HeldBlocks("m"), keys(TOKENS, 32)
     held.stored(names[1:], "unknown", TOKENS[32:], 32)
     held.stored(["a"], None, TOKENS[:24], 24)  # no whole blocks of ours
@@ -52,7 +52,7 @@ def test_what_cannot_be_named_is_left_out() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.booleans()), max_size=30))
-def test_an_index_that_follows_holds_what_vllm_does(steps: list[tuple[int, int, bool]]) -> None:
+def test_prefix_index_fed_by_reports_equals_the_vllm_cache(steps: list[tuple[int, int, bool]]) -> None:
     """Three prompts that share a beginning, stored and taken away from their ends; copies included."""
     prompts = [[*TOKENS[:32], *range(1000 * n, 1000 * n + 64)] for n in range(3)]
     held, index, copies = HeldBlocks("m"), PrefixIndex(), [[0, 0, 0] for _ in prompts]

@@ -47,7 +47,9 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
 @pytest.mark.parametrize(
     ("back", "length", "cut"), [(0, 31, 30), (0, 60, 30), (0, 90, 60), (1, 31, 30), (1, 60, 30)]
 )
-def test_states_and_kv_cross_together(trio: Trio, back: int, length: int, cut: int, seed: int) -> None:
+def test_states_and_kv_of_a_hybrid_model_are_transferred_together(
+    trio: Trio, back: int, length: int, cut: int, seed: int
+) -> None:
     sender, receiver = trio[back], trio[1 - back]
     tokens = prompt((back, length, cut, seed), length)
     with ThreadPoolExecutor(4) as threads:
@@ -61,7 +63,7 @@ def test_states_and_kv_cross_together(trio: Trio, back: int, length: int, cut: i
     assert moved == cut * TOKEN_BYTES + STATE_BYTES
 
 
-def test_what_cannot_cross_is_computed_and_blocks_are_free_in_the_end(trio: Trio) -> None:
+def test_untransferable_prefix_is_recomputed_and_all_blocks_are_freed(trio: Trio) -> None:
     """A cut within the sender's prompt has no state, and a whole prompt leaves no token to compute."""
     sender, receiver, plain = trio
     tokens = prompt("refused", 60)

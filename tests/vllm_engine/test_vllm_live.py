@@ -84,7 +84,7 @@ Trio = tuple[Instance, Instance, Instance]
         (700, 2 * BATCH_TOKENS + 7),
     ],
 )
-def test_any_cut_gives_the_tokens_of_one_instance(
+def test_transfer_at_any_cut_gives_the_tokens_of_one_instance(
     trio: Trio, threads: ThreadPoolExecutor, length: int, cut: int
 ) -> None:
     first, second, plain = trio
@@ -98,7 +98,9 @@ def test_any_cut_gives_the_tokens_of_one_instance(
         assert after["local_compute"] - before["local_compute"] == length - cut
 
 
-def test_many_at_once_in_all_directions(trio: Trio, threads: ThreadPoolExecutor) -> None:
+def test_concurrent_transfers_in_all_directions_give_equal_tokens(
+    trio: Trio, threads: ThreadPoolExecutor
+) -> None:
     first, second, plain = trio
     drawn = random.Random(3)
     work = []
@@ -116,7 +118,7 @@ def test_many_at_once_in_all_directions(trio: Trio, threads: ThreadPoolExecutor)
     until_free(second)
 
 
-def test_prefixes_that_either_side_holds_are_used(trio: Trio, threads: ThreadPoolExecutor) -> None:
+def test_prefixes_cached_on_either_side_are_used(trio: Trio, threads: ThreadPoolExecutor) -> None:
     first, second, plain = trio
     tokens = prompt(77, 400)
     expected = plain.ask(tokens)
@@ -133,7 +135,7 @@ def test_prefixes_that_either_side_holds_are_used(trio: Trio, threads: ThreadPoo
 
 
 @pytest.mark.parametrize(("codec", "share"), [("int8", 0.30), ("int4", 0.17)])
-def test_codecs_make_kv_small_and_leave_no_trace(
+def test_codecs_shrink_kv_and_lossy_blocks_are_not_reused(
     trio: Trio, threads: ThreadPoolExecutor, codec: str, share: float
 ) -> None:
     first, second, plain = trio
@@ -150,7 +152,7 @@ def test_codecs_make_kv_small_and_leave_no_trace(
     assert second.sources()["local_cache_hit"] == before
 
 
-def test_wrong_kv_would_be_seen(trio: Trio, threads: ThreadPoolExecutor) -> None:
+def test_wrong_kv_is_detected(trio: Trio, threads: ThreadPoolExecutor) -> None:
     """That tokens are the same says something: KV of one other token changes them."""
     first, second, plain = trio
     tokens = prompt(11, 200)
@@ -166,7 +168,7 @@ def test_wrong_kv_would_be_seen(trio: Trio, threads: ThreadPoolExecutor) -> None
     assert second.sources()["external_kv_transfer"] == before
 
 
-def test_a_sender_that_is_not_there_is_done_without(trio: Trio, threads: ThreadPoolExecutor) -> None:
+def test_unreachable_sender_is_replaced_by_computing(trio: Trio, threads: ThreadPoolExecutor) -> None:
     _, second, plain = trio
     tokens = prompt(21, 300)
     take = {"kv": "127.0.0.1:1", "handle": secrets.token_urlsafe(32), "stop": 200, "within_s": 20}
@@ -174,7 +176,7 @@ def test_a_sender_that_is_not_there_is_done_without(trio: Trio, threads: ThreadP
     until_free(second)
 
 
-def test_a_receiver_that_goes_away_leaves_no_block(trio: Trio) -> None:
+def test_missing_receiver_leaves_no_blocks_allocated(trio: Trio) -> None:
     first, _, _ = trio
     give = {"request": "y", "give": {"handle": secrets.token_urlsafe(32), "stop": 300, "lasts_s": 3}}
     first.ask(prompt(31, 300), 1, give)
@@ -191,7 +193,7 @@ def mortal(trio: Trio, model: Path) -> Iterator[Adapter]:
         made.end()
 
 
-def test_segments_come_and_go_through_the_face(
+def test_segments_are_transferred_between_adapter_and_vllm(
     trio: Trio, mortal: Adapter, threads: ThreadPoolExecutor
 ) -> None:
     first, second, plain = trio
@@ -213,7 +215,7 @@ def test_segments_come_and_go_through_the_face(
     assert giving.result()[-1]["ended"] == "handed_on"
 
 
-def test_a_clients_own_request_gets_its_kv_by_every_route(
+def test_passthrough_request_gets_its_kv_over_every_route(
     trio: Trio, mortal: Adapter, threads: ThreadPoolExecutor
 ) -> None:
     first, _, plain = trio
@@ -242,7 +244,7 @@ def test_a_clients_own_request_gets_its_kv_by_every_route(
         assert gained["local_compute"] == len(tokens) - cut, route
 
 
-def test_a_gateway_sees_prefixes_come_and_go(trio: Trio, mortal: Adapter) -> None:
+def test_gateway_index_follows_cached_and_evicted_prefixes(trio: Trio, mortal: Adapter) -> None:
     tokens, salt = prompt("prefix", 230), "of one tenant"
     follower = Follower(mortal)
     mortal.segment(tokens, max_tokens=30, ignore_eos=True, salt=salt)
@@ -255,7 +257,7 @@ def test_a_gateway_sees_prefixes_come_and_go(trio: Trio, mortal: Adapter) -> Non
     assert follower.held(prompt(("other", 17), 2000), expected=124) == 124
 
 
-def test_a_running_vllm_is_measured_and_planned_with(trio: Trio, mortal: Adapter, tmp_path: Path) -> None:
+def test_running_vllm_is_profiled_and_planned_with(trio: Trio, mortal: Adapter, tmp_path: Path) -> None:
     python = os.environ.get("POTLUCK_PYTHON") or pytest.skip("POTLUCK_PYTHON says nothing: make test-vllm")
     out = tmp_path / "p.json"
 
@@ -292,7 +294,7 @@ def taken(giver: Embedded, taker: Instance, plain: Instance, tokens: list[int], 
     return came == cut
 
 
-def test_an_embedded_engine_and_vllm_hand_over_to_each_other(
+def test_embedded_engine_and_vllm_transfer_to_each_other(
     trio: Trio, model: Path, threads: ThreadPoolExecutor
 ) -> None:
     first, _, plain = trio
@@ -316,7 +318,7 @@ def test_an_embedded_engine_and_vllm_hand_over_to_each_other(
         embedded.end()
 
 
-def test_whoever_dies_meanwhile_the_other_answers_and_serves_on(
+def test_killed_or_frozen_sender_costs_no_answer(
     trio: Trio, mortal: Adapter, threads: ThreadPoolExecutor
 ) -> None:
     _, second, plain = trio

@@ -156,7 +156,7 @@ def handed(pipeline: Nodes, decoder: Decoder, tokens: list[int], cut: int) -> li
     return result
 
 
-def test_each_stage_hands_its_layers_to_a_decoder_that_has_them_all(trio: Trio) -> None:
+def test_each_pipeline_stage_transfers_its_layers_to_one_decoder(trio: Trio) -> None:
     pipeline, plain, decoder = trio
     for length, cut in ((300, 299), (300, 171), (700, 64)):
         tokens = random.Random(f"{length} {cut}").choices(range(3, VOCAB), k=length)
@@ -166,7 +166,7 @@ def test_each_stage_hands_its_layers_to_a_decoder_that_has_them_all(trio: Trio) 
         assert (gained["external_kv_transfer"], gained["local_compute"]) == (cut, length - cut)
 
 
-def test_two_nodes_answer_as_one_die_as_one_and_come_back(trio: Trio) -> None:
+def test_two_vllm_nodes_answer_as_one_and_restart_together(trio: Trio) -> None:
     pipeline, plain, _ = trio
     same(pipeline, plain, 0)
     addresses = [host.address for host in pipeline._hosts]

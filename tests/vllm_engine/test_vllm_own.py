@@ -30,9 +30,7 @@ async def called(request: web.Request) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_clients_own_request_is_answered_in_vllms_words_beside_its_tokens(
-    tmp_path: Path, stream: bool
-) -> None:
+def test_passthrough_request_streams_vllm_events_beside_its_tokens(tmp_path: Path, stream: bool) -> None:
     async def play() -> None:
         async with standing(tmp_path, called) as stand:
             own = {
@@ -50,7 +48,7 @@ def test_a_clients_own_request_is_answered_in_vllms_words_beside_its_tokens(
     asyncio.run(play())
 
 
-def test_kv_is_taken_where_vllm_makes_the_same_prompt_and_else_its_own_is_told(tmp_path: Path) -> None:
+def test_kv_is_fetched_if_vllm_renders_the_same_prompt_else_its_prompt_is_returned(tmp_path: Path) -> None:
     taken: list[object] = []
 
     async def noted(request: web.Request) -> web.StreamResponse:
@@ -75,7 +73,7 @@ def test_kv_is_taken_where_vllm_makes_the_same_prompt_and_else_its_own_is_told(t
     asyncio.run(play())
 
 
-def test_adapters_are_served_and_told_of(tmp_path: Path) -> None:
+def test_adapters_are_served_and_reported_in_status(tmp_path: Path) -> None:
     async def play() -> None:
         async with standing(tmp_path, three_tokens) as stand:
             document = await (await stand.client.get("/status")).json()
@@ -85,9 +83,7 @@ def test_adapters_are_served_and_told_of(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-def test_an_answer_that_takes_long_shows_that_vllm_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_vllm_answer_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("potluck.vllm.adapter.adapter_segments.ALIVE_S", 0.05)
 
     over = asyncio.Event()
@@ -115,7 +111,7 @@ def test_an_answer_that_takes_long_shows_that_vllm_goes_on(
     asyncio.run(play())
 
 
-def test_what_vllm_finds_wrong_with_a_clients_request_is_said_in_its_words(tmp_path: Path) -> None:
+def test_vllm_400_reaches_the_client_unchanged(tmp_path: Path) -> None:
     async def wrong(request: web.Request) -> web.StreamResponse:
         error = {"message": "no such grammar", "param": "response_format", "code": 400}
         return web.json_response({"error": error}, status=400)

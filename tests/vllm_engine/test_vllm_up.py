@@ -231,7 +231,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_official_client_gets_what_vllm_offers(service: tuple[Up, Plain], stream: bool) -> None:
+def test_openai_client_gets_the_features_of_vllm(service: tuple[Up, Plain], stream: bool) -> None:
     up, plain = service
     below = f"http://127.0.0.1:{plain.port}"
     for place, (what, more) in enumerate(ASKED.items()):
@@ -262,7 +262,7 @@ def test_adapters_are_models_by_their_own_names(service: tuple[Up, Plain]) -> No
     assert bare[0] != bare[1], "it makes a difference"
 
 
-def test_what_vllm_refuses_is_told_and_other_prompts_are_found_out(service: tuple[Up, Plain]) -> None:
+def test_vllm_refusals_and_different_prompts_reach_the_client(service: tuple[Up, Plain]) -> None:
     from openai import BadRequestError
 
     up, plain = service
@@ -279,7 +279,7 @@ def test_what_vllm_refuses_is_told_and_other_prompts_are_found_out(service: tupl
     assert chat(up.url, parts, stream=True, **more) == chat(below, parts, stream=True, **more)
 
 
-def test_prefixes_that_vllm_holds_are_found_again_through_the_gateway(service: tuple[Up, Plain]) -> None:
+def test_prefixes_cached_in_vllm_are_found_again_through_the_gateway(service: tuple[Up, Plain]) -> None:
     """vLLM tells of its blocks and the gateway asks for that, so prompts go where they were before, unless that one
     is busy; by chance, half of them would. Between two askings of one are all the others."""
     up, _ = service
@@ -306,7 +306,7 @@ def ask(url: str, place: int) -> object:
     return result.choices[0].text
 
 
-def test_a_kill_and_a_flip_under_load_change_no_answer(service: tuple[Up, Plain]) -> None:
+def test_kill_and_role_flip_under_load_change_no_answer(service: tuple[Up, Plain]) -> None:
     up, plain = service
     count = 48
     done = threading.Semaphore(0)

@@ -49,7 +49,7 @@ def alone(instance: Instance, tokens: list[int], output: int = 12) -> list[int]:
 
 
 @pytest.mark.parametrize(("length", "cut"), [(100, 71), (300, 1), (300, WINDOW + 1), (300, 299), (700, 519)])
-def test_windows_are_handed_over_as_far_as_they_are_seen(
+def test_attention_windows_are_transferred_as_far_as_visible(
     pair: Pair, threads: ThreadPoolExecutor, length: int, cut: int
 ) -> None:
     for giver, taker in (pair, pair[::-1]):
@@ -68,7 +68,9 @@ def test_windows_are_handed_over_as_far_as_they_are_seen(
         assert handed(threads, giver, taker, longer, length + 20)[0] == expected
 
 
-def test_preempted_requests_give_and_take_all_the_same(pair: Pair, threads: ThreadPoolExecutor) -> None:
+def test_preempted_requests_are_transferred_with_equal_tokens(
+    pair: Pair, threads: ThreadPoolExecutor
+) -> None:
     """Up to three rounds: whether somebody is preempted depends on who comes when."""
     drawn = random.Random(5)
     before = [item.metric("vllm:num_preemptions_total") for item in pair]
@@ -94,7 +96,7 @@ def test_preempted_requests_give_and_take_all_the_same(pair: Pair, threads: Thre
 
 
 @pytest.mark.parametrize("fitting", [True, False], ids=["with a fitting checksum", "as it is"])
-def test_damaged_kv_would_be_seen_and_is_found_out(
+def test_damaged_kv_is_detected_by_its_checksum(
     pair: Pair, threads: ThreadPoolExecutor, fitting: bool
 ) -> None:
     first, second = pair
