@@ -93,7 +93,6 @@ COMMANDS: list[list[str]] = [
 KEY_COMMANDS: list[list[str]] = [
     ["serve", "PLAN", "SPEC", "--admin-key-file", BAD],
     ["serve", "PLAN", "SPEC", "--engine-key-file", BAD],
-    ["hosts", "find", "http://127.0.0.1:9", "--key-file", BAD],
     ["profile", "http://127.0.0.1:9", "--gpu", "A10", "--api-key-file", BAD],
 ]
 CASES = [

@@ -44,7 +44,6 @@ COMMANDS = {
     "uncordon": (".fleet.orders:uncordon", "Send to it again."),
     "flip": (".fleet.orders:flip", "Give a replica another role, weights and requests kept."),
     "scale": (".fleet.orders:scale", "Have so many copies of a template in a region."),
-    "hosts": (".fleet.hosts:hosts", "What hosts have and how fast their network is: a pool."),
     "upgrade": (".fleet.orders:upgrade", "Replace all engines, one copy at a time, while they serve."),
     "keys": (".fleet.keys:keys", "API keys for clients: add, list, rotate, revoke."),
     "usage": (".fleet.keys:usage", "Who used what, by key, tenant and model: to bill from."),
