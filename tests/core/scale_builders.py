@@ -76,12 +76,11 @@ class World:
         self.known, self.wanted, self.chance = dict(known), dict(wanted), chance
         self.available, self.dip, self.grace_s = available, dip, grace_s
         self.fleet, self.progress, self.at_s = FleetState(), ReconcileState(), 0.0
-        self.standby: dict[Key, int] = {}
         self.units_seen: set[str] = set()
         self.ids_seen: set[str] = set()
 
     def call(self) -> ReconcileStep:
-        inputs = ReconcileInputs(self.known, self.available, self.grace_s, self.dip, self.standby)
+        inputs = ReconcileInputs(self.known, self.available, self.grace_s, self.dip)
         step = reconcile(self.fleet, self.wanted, self.progress, self.at_s, inputs)
         self.progress = step.progress
         new = {action.member.unit for action in step.actions if isinstance(action, StartReplica)}
@@ -101,7 +100,6 @@ class World:
             assert self.fleet.views[action.replica].state == "ready"
             self.fleet.drain(action.replica)
         elif isinstance(action, Reassign):
-            assert self.fleet.views[action.member.id].member.standby != action.member.standby
             self.fleet.reassign(action.member)
         else:
             assert isinstance(action, StopReplica)
@@ -120,11 +118,7 @@ class World:
 
     def serving_per_s(self, model: str) -> float:
         units = self.fleet.units.values()
-        whole = [
-            template_copy.template
-            for template_copy in units
-            if self.whole(template_copy) and not template_copy.standby
-        ]
+        whole = [template_copy.template for template_copy in units if self.whole(template_copy)]
         return served(self.known, whole, model)
 
     def whole(self, template_copy: TemplateCopy) -> bool:
@@ -132,11 +126,11 @@ class World:
             self.known[template_copy.template].template.replicas
         )
 
-    def counts(self, standby: bool = False) -> dict[Key, int]:
-        """Whole copies of each key that serve, or are on standby."""
-        result = dict.fromkeys(self.standby if standby else self.wanted, 0)
+    def counts(self) -> dict[Key, int]:
+        """Whole copies of each key."""
+        result = dict.fromkeys(self.wanted, 0)
         for template_copy in self.fleet.units.values():
-            if self.whole(template_copy) and template_copy.standby == standby:
+            if self.whole(template_copy):
                 key = (template_copy.template, template_copy.region)
                 result[key] = result.get(key, 0) + 1
         return result

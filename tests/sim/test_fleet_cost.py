@@ -1,4 +1,4 @@
-"""One cost of a fleet: of plans, simulated runs and standby, with reserved nodes, head nodes, storage and egress."""
+"""One cost of a fleet: of plans, simulated runs, with reserved nodes, head nodes, storage and egress."""
 
 from __future__ import annotations
 

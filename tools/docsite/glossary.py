@@ -88,11 +88,12 @@ def linked(page: str, words: dict[str, str]) -> str:
 
 
 PLURALS = ("replica", "template", "segment", "combo", "bucket", "tenant", "stage", "pipeline", "hedge")
-ALONE = """prefill decode TTFT TPOT E2E KV goodput attainment headroom rehearsal gateway controller Brain route
-standby"""
+ALONE = (
+    """prefill decode TTFT TPOT E2E KV goodput attainment headroom rehearsal gateway controller Brain route"""
+)
 """Words that mean nothing else in a sentence; "copy" would be linked where it is not meant."""
 ON_THE_PAGE = """replica template role prefill decode KV TTFT TPOT objective goodput tenant pace draining cordoned
-standby doubted flip reassign replan market remark"""
+doubted flip reassign replan market remark"""
 """The first word of each row that the page explains."""
 
 

@@ -177,7 +177,7 @@ def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:
     units = {
         item["unit"]: (item["template"], item["region"])
         for item in wanted.get("replicas", ())
-        if not item.get("draining") and not item.get("standby") and item["template"] in known
+        if not item.get("draining") and item["template"] in known
     }
     return planned.holding(Counter(units.values()))
 

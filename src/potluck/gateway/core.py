@@ -22,7 +22,7 @@ from potluck.core.state.actions import Action
 from potluck.core.state.events import Event
 from potluck.core.state.policy import Policy
 from potluck.core.values.kv import LEAST_CONNECTIONS
-from potluck.core.values.plan import Plan, ReplicaSpec, Template, copies_changed, plan_mark, price_text
+from potluck.core.values.plan import Plan, Template, copies_changed, plan_mark, price_text
 from potluck.core.values.types import Region
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.operator_state import Cordons, OperatorState
@@ -78,7 +78,6 @@ class DecisionLog:
         self.lost: dict[str, tuple[float, str]] = {}
         """Replicas that were lost of late: when, by the time of day, and why."""
         self._number = 0
-        self._standby: set[str] = set()
         self._plan: Plan | None = None
 
     def say(self, kind: str, what: str, why: str) -> None:
@@ -87,7 +86,6 @@ class DecisionLog:
         self.decided(what, why)
 
     def _is_lost(self, replica: str, reason: str) -> None:
-        self._standby.discard(replica)
         while len(self.lost) >= MOST_LOST:
             del self.lost[next(iter(self.lost))]
         self.lost[replica] = (self._clock(), reason)
@@ -119,11 +117,6 @@ class DecisionLog:
             what += f" instead of {price_text(previous_plan)}: {copies_changed(previous_plan, plan)}"
         self.say("plan", what, self._plan_why())
 
-    def _stands_by(self, replica_spec: ReplicaSpec) -> bool:
-        before = replica_spec.id in self._standby
-        (self._standby.add if replica_spec.standby else self._standby.discard)(replica_spec.id)
-        return before
-
     def _act(self, action: Action, event: Event) -> None:
         why = ""
         if isinstance(event, events.OperatorOrdered):
@@ -132,32 +125,24 @@ class DecisionLog:
             why = "the plan asks for it"
         match action:
             case actions.StartReplica(replica_spec):
-                self._stands_by(replica_spec)
-                wanted = "is wanted on standby" if replica_spec.standby else "is wanted"
                 self.say(
                     "start",
-                    f"{replica_spec.id} {wanted}",
+                    f"{replica_spec.id} is wanted",
                     why or f"{replica_spec.template} in {replica_spec.region}",
                 )
             case actions.DrainReplica(replica):
                 self.say("drain", f"{replica} drains", why or "the plan or scaling needs it no more")
             case actions.StopReplica(replica):
-                self._standby.discard(replica)
                 self.say("stop", f"{replica} stops", "it is empty or its grace is over")
             case actions.FlipReplica(replica, role):
                 thought = self._thinks() if isinstance(event, events.Tick) else "its role is the plan's again"
                 self.say("flip", f"{replica} becomes {role}", why or thought)
             case actions.Reassign(replica_spec):
-                stands = self._stands_by(replica_spec) and not replica_spec.standby
-                if replica_spec.standby or stands:
-                    what = "goes on standby" if replica_spec.standby else "serves, from standby"
-                    self.say("standby", f"{replica_spec.id} {what}", why or self._thinks())
-                else:
-                    self.say(
-                        "recast",
-                        f"{replica_spec.id} becomes {replica_spec.role} of {replica_spec.template}",
-                        why,
-                    )
+                self.say(
+                    "recast",
+                    f"{replica_spec.id} becomes {replica_spec.role} of {replica_spec.template}",
+                    why,
+                )
             case actions.Replan(_, reason):
                 self.say("replan", "another plan is asked for", reason)
             case actions.OperatorNote(what, reason):

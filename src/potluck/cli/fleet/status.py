@@ -66,12 +66,6 @@ def _show(result: dict[str, Any], now_s: float) -> None:
             click.echo(f"notice: {line}")
         for item in plan["deployments"]:
             click.echo(f"  {item['count']} x {item['template']} in {item['region']}")
-        standby = result["standby"] or {"copies": ()}
-        for entry in standby["copies"]:
-            click.echo(f"  {entry['count']} x {entry['template']} in {entry['region']} on standby")
-        if standby["copies"]:
-            whole = plan["cost_usd_per_h"] + standby["usd_per_h"]
-            click.echo(f"  standby is ${standby['usd_per_h']:.2f}/h more, ${whole:.2f}/h in all")
     for name, model in result["models"].items():
         slo = model.get("slo")
         aim = ""
@@ -104,7 +98,7 @@ def _row(each: dict[str, Any], only: str | None) -> tuple[object, ...]:
     return (
         str(each["replica"]).removeprefix(f"{only}: "),
         f"{each['role']}{' (by hand)' if each['by_hand'] else ''}",
-        ", ".join([each["state"], *(word for word in ("doubted", "cordoned", "standby") if each[word])]),
+        ", ".join([each["state"], *(word for word in ("doubted", "cordoned") if each[word])]),
         each["engine"] or "-",
         "-" if each["pace"] is None else f"{each['pace']:.2f}",
         each["open_requests"],

@@ -128,12 +128,12 @@ def plan(
         saves.text("--out", out, lambda: plan_to_json(result))
         saves.text("--html", page, lambda: plan_html(factory.problem, outcome.plan, explanation))
     if as_json:
-        body = _as_json(factory.problem, outcome, explanation, spec.policy.standby)
+        body = _as_json(factory.problem, outcome, explanation)
         body["engine"] = engine_json(spec.engine, cost)
         emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
     else:
         show_notes(notes)
-        show_plan(problem, outcome, spec.policy.standby, basis_of(tried))
+        show_plan(problem, outcome, basis_of(tried))
         show_rehearsal(tried, asked, outcome.plan)
         _show_formats(spec, outcome.plan)
         show_engine(cost)
@@ -267,22 +267,15 @@ def _show_formats(spec: Spec, plan: Plan) -> None:
 
 
 def _as_json(
-    problem: PlanningProblem, outcome: PlanOutcome, explanation: Explanation | None, standby: int
+    problem: PlanningProblem, outcome: PlanOutcome, explanation: Explanation | None
 ) -> dict[str, object]:
     from potluck.core.codec import encode
-    from potluck.core.scaling.standby import standby_counts, standby_usd_per_h
     from potluck.plan.explain import risk_lines, tokens_json
 
     body: dict[str, object] = {"plan": encode(outcome.plan)}
     risks = risk_lines(problem, outcome.plan)
     body["risks"] = [{"model": model, "line": line} for model, line in risks]
     body["tokens_per_usd"] = tokens_json(problem, outcome.plan)
-    if standby:
-        counts = standby_counts(outcome.plan, standby, problem.regions)
-        body["standby"] = {
-            "copies": [{"template": key[0], "region": key[1], "count": n} for key, n in counts.items()],
-            "usd_per_h": standby_usd_per_h(outcome.plan, counts, problem.regions),
-        }
     if outcome.allocation.shortfall is not None:
         body["shortfall"] = str(outcome.allocation.shortfall)
     if explanation is not None:

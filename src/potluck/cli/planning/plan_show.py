@@ -157,19 +157,13 @@ def _attained(compared: ComparedStrategy) -> str:
     return f"{percent(compared.attained, compared.promised)} < {percent(compared.promised)}"
 
 
-def show_plan(
-    problem: PlanningProblem, outcome: PlanOutcome, standby: int = 0, basis: str = "on averages"
-) -> None:
-    from potluck.core.scaling.standby import spoken
-
+def show_plan(problem: PlanningProblem, outcome: PlanOutcome, basis: str = "on averages") -> None:
     if not any(demand.rate_per_s > 0 for demand in problem.asks):
         paragraph("Nothing is rented, as nothing is asked of it: all rates are 0. Give a model a rate_per_s.")
         return
     if outcome.allocation.shortfall is not None:
         paragraph(f"Demand cannot be met: {outcome.allocation.shortfall}. This is the plan for that much.\n")
     _show_deployments(problem, outcome, basis)
-    if line := spoken(outcome.plan, standby, problem.regions):
-        paragraph(f"{line}\n")
     show_groups(outcome.plan)
     _show_predictions(problem, outcome)
     show_classes(problem)

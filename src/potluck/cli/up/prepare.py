@@ -180,12 +180,8 @@ def _rehearsed(
 def with_offers(
     prepared_plan: PreparedPlan, policy: Policy, make_factory: Callable[[PlanningProblem], TemplateFactory]
 ) -> PreparedPlan:
-    from potluck.core.scaling.standby import spoken
-
     inputs = prepared_plan.inputs
-    standby = spoken(inputs.plan, policy.standby, inputs.spec.regions)
-    lines = (*prepared_plan.lines, standby) if standby else prepared_plan.lines
-    return replace(prepared_plan, inputs=offered(inputs, policy, make_factory(inputs.problem)), lines=lines)
+    return replace(prepared_plan, inputs=offered(inputs, policy, make_factory(inputs.problem)))
 
 
 def scheduled(folder: Path, paths: tuple[Path, ...]) -> tuple[DayPlans, tuple[Path, ...]]:

@@ -100,7 +100,7 @@ class Brain:
             return []
         self.fleet.ready(event.replica, event.kv_version, event.max_running)
         actions = self._requests.changed(at_s, replica)
-        return actions if replica.member.standby else actions + self._recovery.let_in(at_s, replica)
+        return actions + self._recovery.let_in(at_s, replica)
 
     def _lost(self, at_s: float, event: told.ReplicaLost) -> list[Action]:
         replica = self.fleet.remove(event.replica)
@@ -174,7 +174,6 @@ class Brain:
         for action in actions:
             done.append(action)
             replica_state: ReplicaState | None = None
-            comes = False
             match action:
                 case StartReplica(replica_spec):
                     self.fleet.add(replica_spec)
@@ -191,12 +190,9 @@ class Brain:
                     self.fleet.flip(replica, role)
                 case Reassign(replica_spec):
                     replica_state = self.fleet.views[replica_spec.id]
-                    comes = replica_state.member.standby and not replica_spec.standby
                     self.fleet.reassign(replica_spec)
             if replica_state is not None:
                 done += self._requests.changed(at_s, replica_state)
-            if comes and replica_state is not None and replica_state.serves:
-                done += self._recovery.let_in(at_s, replica_state)
         self.autoscaler.settled()
         return done
 

@@ -14,7 +14,6 @@ from potluck.core.scaling.prfaas_scaling import PrfaasScaling
 from potluck.core.scaling.replan import PeriodicReplan, PredictiveReplan
 from potluck.core.scaling.role_shift import ShiftFlips
 from potluck.core.scaling.roles import CopyRoles, WithCopyRoles
-from potluck.core.scaling.standby import standby_counts, standby_usd_per_h
 from potluck.core.scaling.traffic_window import ObservedTraffic, TrafficWindow
 from potluck.core.state.actions import Action, FlipReplica, OperatorNote, Replan, SeenLengths, StartReplica
 from potluck.core.state.facts import FleetFacts, ModelFacts
@@ -60,7 +59,6 @@ class Autoscaler:
         self.window = TrafficWindow(policy.window_s, policy.global_window_s)
         self.plan: Plan | None = None
         self._wanted: dict[Key, int] = {}
-        self.standby: dict[Key, int] = {}
         self._sleep = ScaleToZero(facts.models)
         self.scale_to_zero = False
         self._known: dict[str, TemplateCapacity] = {}
@@ -76,7 +74,6 @@ class Autoscaler:
         """From now on this plan: roles that change in place; what is to be started comes with the next step."""
         self.plan = plan
         self._wanted = reconcile.wanted_counts(plan, self._wanted)
-        self.standby = standby_counts(plan, self._policy.standby, self._regions)
         self._known.update(blueprints(plan))
         self.scale_to_zero = self._sleep.any
         if self.watches:
@@ -164,22 +161,14 @@ class Autoscaler:
 
     def step(self, at_s: float) -> tuple[Action, ...]:
         wanted = {key: 0 if self._sleeps(key[0]) else count for key, count in self._wanted.items()}
-        standby = {key: 0 if self._sleeps(key[0]) else count for key, count in self.standby.items()}
         inputs = reconcile.ReconcileInputs(
-            self._known, self._available, self._policy.grace_s, self._policy.dip, standby
+            self._known, self._available, self._policy.grace_s, self._policy.dip
         )
         step = reconcile.reconcile(self._fleet, wanted, self._progress, at_s, inputs)
         self._progress, self._due_s, self.notes = step.progress, step.due_s, step.notes
         return tuple(
             StartReplica(self._placed(a.member)) if isinstance(a, StartReplica) else a for a in step.actions
         )
-
-    @property
-    def standby_usd_per_h(self) -> float:
-        """What copies on standby cost beside the plan's, at the prices of now."""
-        if self.plan is None:
-            return 0.0
-        return standby_usd_per_h(self.plan, self.standby, self._regions)
 
     def asked(self, at_s: float, model: str) -> None:
         self._sleep.asked(at_s, model)

@@ -9,7 +9,7 @@ With Q the window's mean rate and C what the copies serve under the lengths now 
 
 Beyond the paper: a jump in the last quarter of a window is acted on at once; requests that queue are demand;
 differences must exceed NOISE standard deviations; while copies start or leave nothing goes; the last copy stays;
-copies on standby come first; where a model must survive a loss, C is what is left after the worst one; where the plan
+where a model must survive a loss, C is what is left after the worst one; where the plan
 sends some lengths here and others there, each deployment is scaled apart."""
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Final
 
 from potluck.core.scaling import copy_capacity, rule
 from potluck.core.scaling.copy_capacity import NOTHING, CopyRates, Key, Resource
-from potluck.core.scaling.standby import ready_copies, taken_by_parts, taken_first
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import ModelFacts
 from potluck.core.state.fleet import FleetState
@@ -118,11 +117,7 @@ class CauchyScaling(rule.Scaler):
         if not any(mix.values()):
             mix = {bucket.bucket: 1.0 for bucket in buckets}
         templates = {item.name: item for item in plan.repertoire if item.model == model}
-        mine = [
-            template_copy
-            for template_copy in fleet.units.values()
-            if template_copy.model == model and not template_copy.standby
-        ]
+        mine = [template_copy for template_copy in fleet.units.values() if template_copy.model == model]
         moving = sum(not template_copy.whole for template_copy in mine)
         stay = [
             template_copy
@@ -205,9 +200,9 @@ class CauchyScaling(rule.Scaler):
     def _out(
         self, model: str, demand: float, standing: _Standing, fleet: FleetState, state: str
     ) -> list[rule.ScaleDecision]:
-        free, ready = self._free(fleet, standing.plan), ready_copies(fleet, model)
+        free = self._free(fleet, standing.plan)
         cover = self._cover if standing.busy is None else self._parts
-        more, partly = cover(demand, standing, free, ready)
+        more, partly = cover(demand, standing, free)
         if not more:
             self._notes.say(model, f"{state}; more is needed but no nodes are free")
             return []
@@ -216,7 +211,7 @@ class CauchyScaling(rule.Scaler):
         return self._resized(standing, more, f"{state}{short}")
 
     def _cover(
-        self, demand: float, standing: _Standing, free: dict[Resource, int] | None, ready: dict[Key, int]
+        self, demand: float, standing: _Standing, free: dict[Resource, int] | None
     ) -> tuple[dict[Key, int], bool]:
         """The best copies for what is missing of each phase; and whether nodes allow only some."""
         rates, more, partly = standing.serves(standing.counts), dict[Key, int](), False
@@ -225,9 +220,6 @@ class CauchyScaling(rule.Scaler):
             missing = demand / self._policy.headroom - (
                 rates.served_per_s if phase == "closed_per_s" else rates.closed_per_s + getattr(rates, phase)
             )
-            for key, n in taken_first(ready, standing.rates, phase, missing).items():
-                more[key] = more.get(key, 0) + n
-                missing -= n * getattr(standing.rates[key], phase)
             if missing <= 0:
                 continue
             numbers = cheapest_cover(offers, missing, free)
@@ -240,7 +232,7 @@ class CauchyScaling(rule.Scaler):
         return more, partly
 
     def _parts(
-        self, demand: float, standing: _Standing, free: dict[Resource, int] | None, ready: dict[Key, int]
+        self, demand: float, standing: _Standing, free: dict[Resource, int] | None
     ) -> tuple[dict[Key, int], bool]:
         """Where copies take different requests: more of each, or copies that take all, whichever is better."""
         assert standing.busy is not None
@@ -249,15 +241,15 @@ class CauchyScaling(rule.Scaler):
         weights = {offer.key: offer.weight for offer in offers}
         alone = standing.unplanned(standing.counts).served_per_s
         needs = {offer.key: offer.needs for offer in offers if offer.key in standing.planned}
-        first = taken_by_parts(ready, standing.busy, standing.counts, rate_per_s - alone)
-        counts = _sum(standing.counts, first)
-        more, partly = copy_capacity.missing_copies(standing.busy, counts, rate_per_s - alone, needs, free)
+        more, partly = copy_capacity.missing_copies(
+            standing.busy, standing.counts, rate_per_s - alone, needs, free
+        )
         whole = [offer for offer in offers if offer.key not in standing.planned]
-        missing = rate_per_s - standing.serves(counts).served_per_s
+        missing = rate_per_s - standing.serves(standing.counts).served_per_s
         other = cheapest_cover(whole, missing, free) if whole and missing > 0 else None
         if other and (partly or _weighs(other, weights) < _weighs(more, weights)):
-            return _sum(first, other), False
-        return _sum(first, more), partly
+            return other, False
+        return more, partly
 
     def _phases(self, standing: _Standing) -> tuple[str, ...]:
         """Copies that serve alone are scaled as such; prefill and decode apart, each by its own deficit."""
@@ -332,10 +324,6 @@ def _take(free: dict[Resource, int] | None, option: CopyOption, count: int) -> N
     if free is not None:
         for node, need in option.needs.items():
             free[node] = free.get(node, 0) - need * count
-
-
-def _sum(counts: Mapping[Key, int], more: Mapping[Key, int]) -> dict[Key, int]:
-    return {key: counts.get(key, 0) + more.get(key, 0) for key in {**counts, **more}}
 
 
 def _weighs(counts: Mapping[Key, int], weights: Mapping[Key, float]) -> float:

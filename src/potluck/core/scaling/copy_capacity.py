@@ -59,11 +59,7 @@ class CopyMeasure:
             if name in ours:
                 parts.setdefault(ours[name].template.model, []).append(self._template(name).times(count))
         for template_copy in fleet.units.values():
-            if (
-                (template_copy.template, template_copy.region) not in wanted
-                and template_copy.whole
-                and not template_copy.standby
-            ):
+            if (template_copy.template, template_copy.region) not in wanted and template_copy.whole:
                 parts.setdefault(template_copy.model, []).append(self.unit(template_copy))
         self.targets = {model: total(rates) for model, rates in parts.items()}
 

@@ -9,7 +9,6 @@ Each call of `reconcile` says what to do next; the caller carries it out and cal
 3. A draining replica is stopped when it says it is done, or `grace_s` after it was asked.
 4. If copies that must go hold a missing one's nodes, they may go within `dip`: the share of the lesser of old and new
    that may be missing meanwhile. A note says which dip it would take.
-5. Of `standby` so many copies are kept loaded and idle: taken first, filled last, given up where nodes are short.
 
 Where only roles differ, copies change in place (`reassignments`), but for combos, pairs and roles given by hand."""
 
@@ -23,7 +22,6 @@ from typing import NamedTuple
 from potluck.core.scaling import copy_capacity
 from potluck.core.scaling.copy_capacity import NOTHING, CopyMeasure, CopyRates, Counts, FreeNodes, Key, Known
 from potluck.core.scaling.roles import FLIPPABLE
-from potluck.core.scaling.standby import reassign
 from potluck.core.state.actions import Action, DrainReplica, FlipReplica, Reassign, StartReplica, StopReplica
 from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
 from potluck.core.values.plan import Plan, PlannedReplica, ReplicaSpec, Template
@@ -54,7 +52,6 @@ class ReconcileInputs(NamedTuple):
     available: Mapping[tuple[str, str], int] | None  # All nodes that can be had, those in use included.
     grace_s: float
     dip: float
-    standby: Mapping[Key, int]
 
 
 def reconcile(
@@ -64,14 +61,9 @@ def reconcile(
     work.remember_starts()
     work.set_goal()
     work.stop_drained()
-    work.promote()
     work.drain_surplus()
-    work.trim_standby()
-    free_nodes = copy_capacity.room_in(
-        fleet, {**inputs.standby, **wanted}, inputs.known, inputs.available, work.stopped
-    )
-    if work.start_missing(free_nodes, inputs.dip):
-        work.fill_standby(free_nodes)
+    free_nodes = copy_capacity.room_in(fleet, wanted, inputs.known, inputs.available, work.stopped)
+    work.start_missing(free_nodes, inputs.dip)
     return work.step()
 
 
@@ -129,7 +121,7 @@ class _ReconcileWork:
         inputs: ReconcileInputs,
     ) -> None:
         self.fleet, self.known, self.at_s, self.grace_s = fleet, inputs.known, at_s, inputs.grace_s
-        self.wanted, self.standby = wanted, inputs.standby
+        self.wanted = wanted
         self.actions: list[Action] = []
         self.notes: list[str] = []
         self.next_number = state.next_number
@@ -140,24 +132,22 @@ class _ReconcileWork:
         self.due_s = inf
         self.stopped: set[str] = set()
         self.goal, self.floors_per_s = state.goal, dict(state.floors_per_s)
-        self.spare: dict[Key, list[TemplateCopy]] = {}
         self.live: dict[Key, list[TemplateCopy]] = {}
         """Copies that stay or may stay, of the keys that are ours."""
         self.measure = CopyMeasure(fleet, wanted, inputs.known)
         self.serving: dict[str, CopyRates] = {}
         self.whole: set[str] = set()
         for template_copy in fleet.units.values():
-            key, idle = (template_copy.template, template_copy.region), template_copy.standby
+            key = (template_copy.template, template_copy.region)
             if template_copy.whole:
                 self.whole.add(template_copy.id)
-                if not idle:
-                    self._serve(template_copy, 1)
-            if key not in wanted and not idle:
+                self._serve(template_copy, 1)
+            if key not in wanted:
                 continue
             if any(replica_state.state == "draining" for replica_state in template_copy.views):
                 self.leave(template_copy)
             else:
-                (self.spare if idle else self.live).setdefault(key, []).append(template_copy)
+                self.live.setdefault(key, []).append(template_copy)
 
     def remember_starts(self) -> None:
         failed: set[Key] = set()
@@ -193,18 +183,18 @@ class _ReconcileWork:
         self.draining_s.pop(replica, None)
         self.done -= {replica}
 
-    def start(self, key: Key, standby: bool = False) -> None:
+    def start(self, key: Key) -> None:
         template = self.known[key[0]].template
         unit = f"{key[0]}@{key[1]}#{self.number()}"
         for index in range(len(template.replicas)):
-            self.start_replica(key, unit, index, str(index), standby)
+            self.start_replica(key, unit, index, str(index))
 
-    def start_replica(self, key: Key, unit: str, index: int, place: str, standby: bool) -> None:
+    def start_replica(self, key: Key, unit: str, index: int, place: str) -> None:
         template = self.known[key[0]].template
         role, kind = template.replicas[index].role, template.kind
         replica = f"{unit}/{place}"
         replica_spec = ReplicaSpec(replica, unit, template.name, index, kind, template.model, role, key[1])
-        self.actions.append(StartReplica(replace(replica_spec, standby=True) if standby else replica_spec))
+        self.actions.append(StartReplica(replica_spec))
         self.starting[replica] = key
 
     def number(self) -> int:
@@ -229,58 +219,12 @@ class _ReconcileWork:
             else:
                 self.due_s = min(self.due_s, over_s)
 
-    def promote(self) -> None:
-        """What is missing, from those on standby: the ready ones first, for the others are nearer than new ones."""
-        for key, units in sorted(self.spare.items()):
-            missing = self.wanted.get(key, 0) - len(self.live.get(key, ()))
-            for template_copy in sorted(
-                units, key=lambda copy: (copy.id not in self.whole, _number_of(copy.id))
-            ):
-                if missing <= 0:
-                    break
-                missing -= 1
-                self.actions += reassign(template_copy, False)
-                units.remove(template_copy)
-                self.live.setdefault(key, []).append(template_copy)
-                if template_copy.id in self.whole:
-                    self._serve(template_copy, 1)
-
-    def _demote(self, template_copy: TemplateCopy) -> bool:
-        """Whether a copy that is too much goes on standby: with planned roles, where no ready one is in its place."""
-        key = (template_copy.template, template_copy.region)
-        spare = self.spare.setdefault(key, [])
-        planned = all(replica.role == replica.member.role for replica in template_copy.views)
-        if not planned or sum(item.id in self.whole for item in spare) >= self.standby.get(key, 0):
-            return False
-        self.actions += reassign(template_copy, True)
-        self._serve(template_copy, -1)
-        self.live[key].remove(template_copy)
-        spare.append(template_copy)
-        return True
-
-    def trim_standby(self) -> None:
-        for key, units in sorted(self.spare.items()):
-            for template_copy in self._idlest(units)[: max(0, len(units) - self.standby.get(key, 0))]:
-                units.remove(template_copy)
-                self.leave(template_copy)
-
     def _waits(self, key: Key) -> bool:
         """Whether it is too soon to start another after starts that failed."""
         again_s = self.attempts[key].again_s if key in self.attempts else -inf
         if self.at_s < again_s:
             self.due_s = min(self.due_s, again_s)
         return self.at_s < again_s
-
-    def fill_standby(self, free_nodes: FreeNodes) -> None:
-        for key, count in sorted(self.standby.items()):
-            missing = count - len(self.spare.get(key, ())) if key[0] in self.known else 0
-            if missing > 0 and self._waits(key):
-                continue
-            while missing > 0 and free_nodes.take(key):
-                self.start(key, standby=True)
-                missing -= 1
-            if missing > 0:
-                self.notes.append(f"{key[0]}@{key[1]}: {missing} wanted on standby, but there are no nodes")
 
     def _idlest(self, units: Iterable[TemplateCopy]) -> list[TemplateCopy]:
         """First those that are not ready, then the least loaded, the youngest."""
@@ -301,7 +245,7 @@ class _ReconcileWork:
             serving = self.serving[template_copy.model]
             needed = min(serving.served_per_s, self.measure.target_per_s(template_copy.model))
             left = serving.plus(self.measure.unit(template_copy).times(-1)).served_per_s
-            if left >= needed * (1 - ROUNDING) and not self._demote(template_copy):
+            if left >= needed * (1 - ROUNDING):
                 self._retire(template_copy)
 
     def candidates(self) -> list[TemplateCopy]:
@@ -309,8 +253,7 @@ class _ReconcileWork:
         surplus = [units for key, units in self.live.items() if len(units) > self.wanted[key]]
         return self._idlest(template_copy for units in surplus for template_copy in units)
 
-    def start_missing(self, free_nodes: FreeNodes, dip: float) -> bool:
-        """Whether there were nodes for all of it."""
+    def start_missing(self, free_nodes: FreeNodes, dip: float) -> None:
         missing = self._missing()
         for key, count in sorted(missing.items()):
             if count and (key[0] not in self.known):
@@ -328,7 +271,6 @@ class _ReconcileWork:
         short = {key: missing[key] for key in startable if missing[key]}
         if short:
             self._exchange(short, free_nodes, dip)
-        return not short
 
     def step(self) -> ReconcileStep:
         seen = (self.next_number, self.starting, self.draining_s, self.done, self.attempts)
@@ -340,19 +282,17 @@ class _ReconcileWork:
         missing = {}
         for key, count in self.wanted.items():
             missing[key] = max(0, count - len(self.live.get(key, ())))
-            self._restore(key, self.live.get(key, ()), standby=False)
-        for key, units in self.spare.items():
-            self._restore(key, units, standby=True)
+            self._restore(key, self.live.get(key, ()))
         return missing
 
-    def _restore(self, key: Key, units: Iterable[TemplateCopy], standby: bool) -> None:
+    def _restore(self, key: Key, units: Iterable[TemplateCopy]) -> None:
         blueprint = self.known.get(key[0])
         for template_copy in units if blueprint else ():
             assert blueprint is not None
             here = {replica.member.index for replica in template_copy.views}
             lost = [i for i in range(len(blueprint.template.replicas)) if i not in here]
             for index in lost if lost and not self._waits(key) else ():
-                self.start_replica(key, template_copy.id, index, f"{index}+{self.number()}", standby)
+                self.start_replica(key, template_copy.id, index, f"{index}+{self.number()}")
 
     def _exchange(self, short: Mapping[Key, int], free_nodes: FreeNodes, dip: float) -> None:
         """There are no nodes for copies that are wanted: let copies go that hold them, within the dip."""
@@ -361,7 +301,7 @@ class _ReconcileWork:
         for key, count in short.items():
             name = f"{key[0]}@{key[1]}"
             for left in range(count, 0, -1):
-                if free_nodes.take(key) or self._yielded(key, free_nodes):
+                if free_nodes.take(key):
                     continue  # enough is on its way out: wait for it
                 units, lost = self._in_the_way(key, free_nodes)
                 if not units or lost > dip + ROUNDING:
@@ -373,22 +313,6 @@ class _ReconcileWork:
                     free_nodes.give(template_copy)
                     self.notes.append(f"{name}: no spare nodes, so {template_copy.id} goes first")
                 free_nodes.take(key)
-
-    def _yielded(self, key: Key, free_nodes: FreeNodes) -> bool:
-        """Whether copies on standby go, so that one of these can start."""
-        trial, units = free_nodes.copy(), list[TemplateCopy]()
-        for unit in self._idlest([item for mine in self.spare.values() for item in mine]):
-            if not trial.helps(key, unit):
-                continue
-            trial.give(unit)
-            units.append(unit)
-            if trial.take(key):
-                for template_copy in units:
-                    self.spare[template_copy.template, template_copy.region].remove(template_copy)
-                    self.leave(template_copy)
-                    free_nodes.give(template_copy)
-                return free_nodes.take(key)
-        return False
 
     def _in_the_way(self, key: Key, free_nodes: FreeNodes) -> tuple[list[TemplateCopy], float]:
         """Copies that must go for one of these to start, and the share of the floor that is missing meanwhile."""
@@ -449,9 +373,7 @@ def reassignments(
     """Which replicas become whose, so that as little as possible is missing; `fixed` ones stay."""
     live: dict[Key, list[TemplateCopy]] = {}
     for template_copy in fleet.units.values():
-        if not template_copy.standby and not any(
-            replica.state == "draining" for replica in template_copy.views
-        ):
+        if not any(replica.state == "draining" for replica in template_copy.views):
             live.setdefault((template_copy.template, template_copy.region), []).append(template_copy)
     spare = {
         key: [u for u in units if u.whole and not any(replica.member.id in fixed for replica in u.views)]

@@ -90,7 +90,7 @@ class ShiftFlips(Scaler):
     def _model(self, at_s: float, traffic: ModelTraffic, fleet: FleetState, on: bool) -> list[ScaleDecision]:
         """With `on`, less than a window after other flips: only more of those."""
         model = traffic.model
-        mine = [u for u in fleet.units.values() if u.model == model and not u.standby]
+        mine = [u for u in fleet.units.values() if u.model == model]
         groups = [u for u in mine if u.template in self._facts.groups]
         if groups and on:
             self._notes.wait(model, "waits a window after the last flips")

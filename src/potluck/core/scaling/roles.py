@@ -80,12 +80,7 @@ def flippable(
     untimed: set[str] = set()
     for replica in fleet.views.values():
         replica_spec = replica.member
-        if (
-            replica_spec.model != model
-            or replica.state != "ready"
-            or replica.role == "mixed"
-            or replica_spec.standby
-        ):
+        if replica_spec.model != model or replica.state != "ready" or replica.role == "mixed":
             continue
         if replica_spec.kind not in FLIPPABLE:
             continue
@@ -152,7 +147,7 @@ class CopyRoles:
         flip_roles: Flips = []
         self._changed = {unit: when for unit, when in self._changed.items() if unit in fleet.units}
         for traffic in observed.models:
-            mine = [u for u in fleet.units.values() if u.model == traffic.model and not u.standby]
+            mine = [u for u in fleet.units.values() if u.model == traffic.model]
             combos = [template_copy for template_copy in mine if _split(template_copy)]
             if combos and traffic.mean_output_tokens > 0:
                 flip_roles += self._model(at_s, traffic, combos, fleet, plan)
@@ -270,7 +265,7 @@ class CopyRoles:
         """What copies serve that are no combos, for the planned mix."""
         templates = {item.name: item for item in plan.repertoire}
         mix = planned_mix(plan, model)
-        mine = [u for u in fleet.units.values() if u.model == model and not u.standby and not _split(u)]
+        mine = [u for u in fleet.units.values() if u.model == model and not _split(u)]
         others = [
             template_copy.template
             for template_copy in mine

@@ -145,11 +145,10 @@ def queued_requests(fleet: FleetState, model: str) -> int:
 
 
 def missing_copies(fleet: FleetState, plan: Plan) -> int:
-    """Copies that the plan has and the fleet has not, not even starting; those on standby do not count."""
-    mine = [template_copy for template_copy in fleet.units.values() if not template_copy.standby]
+    """Copies that the plan has and the fleet has not, not even starting."""
     stay = [
         template_copy
-        for template_copy in mine
+        for template_copy in fleet.units.values()
         if not any(replica.state == "draining" for replica in template_copy.views)
     ]
     there = Counter((template_copy.template, template_copy.region) for template_copy in stay)

@@ -93,7 +93,7 @@ class FlipReplica(NamedTuple):
 
 
 class Reassign(NamedTuple):
-    """A replica (`member` has its old id) becomes another template's, in its role; or goes on or off standby."""
+    """A replica (`member` has its old id) becomes another template's, in its role."""
 
     member: ReplicaSpec
 

@@ -82,7 +82,7 @@ class ReplicaState:
 
     @property
     def serves(self) -> bool:
-        return self.state == "ready" and not self.doubted and not self.cordoned and not self.member.standby
+        return self.state == "ready" and not self.doubted and not self.cordoned
 
     @property
     def shown_pace(self) -> float | None:
@@ -109,11 +109,6 @@ class TemplateCopy:
     """Which of the template's replicas were started for it, those since lost included."""
     whole: bool = False
     """All of its replicas are there and ready. Written by `FleetState`."""
-
-    @property
-    def standby(self) -> bool:
-        """It is kept ready for when more is needed, and serves nothing."""
-        return any(replica.member.standby for replica in self.views)
 
 
 @dataclass(slots=True)
@@ -166,7 +161,7 @@ class FleetState:
         self.version += 1
 
     def reassign(self, replica_spec: ReplicaSpec) -> None:
-        """A replica is another template's from now on, or on standby, or no longer."""
+        """A replica is another template's from now on."""
         replica = self.views[replica_spec.id]
         replica.member, replica.role = replica_spec, replica_spec.role
         facts = self.facts.get((replica_spec.template, replica_spec.index))

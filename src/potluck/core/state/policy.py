@@ -82,8 +82,6 @@ class Policy:
     """Share of a template's capacity that scaling counts on, as the planner does."""
     dip: float = 0.0
     """Share of the capacity that may be missing while copies are exchanged on nodes that are all taken."""
-    standby: int = 0
-    """Copies of each model kept loaded and idle, and paid for (CAUCHY 3.5.1's pre-warmed instances)."""
     advise: bool = False
     """Scaling only says what it would do."""
 
@@ -107,7 +105,7 @@ class Policy:
 
 BOUNDS: Final[tuple[tuple[str, Callable[[float], bool], str], ...]] = (
     (
-        "affinity hedge max_wait_s grace_s disturbance retries standby",
+        "affinity hedge max_wait_s grace_s disturbance retries",
         lambda value: value >= 0,
         "not be negative",
     ),

@@ -30,8 +30,6 @@ class ReplicaSpec:
     """The machines it stands on, by names that are theirs alone in the region; empty where nobody knows."""
     zone: str = ""
     """The part of the region that can go down by itself: a zone or a rack. Empty where nobody knows."""
-    standby: bool = False
-    """Its copy is loaded and gets no requests, until more is needed (`core.scaling.standby`)."""
 
     @property
     def node_domains(self) -> tuple[str, ...]:

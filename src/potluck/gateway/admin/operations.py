@@ -111,13 +111,6 @@ class Operations:
                 "deployments": [encode(deployment) for deployment in core.plan.deployments],
             },
             "scaling": core.policy.scaling,
-            "standby": {
-                "copies": [
-                    {"template": template, "region": region, "count": count}
-                    for (template, region), count in core.brain.autoscaler.standby.items()
-                ],
-                "usd_per_h": core.brain.autoscaler.standby_usd_per_h,
-            },
             "copies": self._copies(),
             "regions": [encode(item) for item in core.regions],
             "models": {
@@ -184,7 +177,7 @@ class Operations:
         endpoint = self._core.registry.find(name)
         return {
             "replica": name,
-            **fields_of(replica.member, "unit", "template", "index", "model", "region", "standby"),
+            **fields_of(replica.member, "unit", "template", "index", "model", "region"),
             **fields_of(
                 replica, "role", "state", "doubted", "cordoned", "open_requests", "open_prefill_tokens"
             ),
@@ -258,10 +251,6 @@ class Operations:
         if role not in ("prefill", "decode"):
             raise InputError("role", f"must be prefill or decode, is {role!r}")
         replica_spec = replica.member
-        if replica_spec.standby:
-            raise InputError(
-                "replica", f"{replica_spec.id} is on standby; only one that serves changes its role"
-            )
         if replica_spec.kind not in FLIPPABLE or replica.role == "mixed":
             raise InputError(
                 "replica",

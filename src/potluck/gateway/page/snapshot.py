@@ -351,7 +351,7 @@ class FleetSnapshot:
         template = self._core.replica_models.templates.get(replica_spec.template)
         layout = None if template is None else template.replicas[replica_spec.index].layout
         return {
-            **fields_of(replica_spec, "model", "region", "unit", "template", "kind", "index", "standby"),
+            **fields_of(replica_spec, "model", "region", "unit", "template", "kind", "index"),
             "members": 0 if template is None else len(template.replicas),
             "planned_role": replica_spec.role,
             "gpu": "?" if layout is None else gpu_of(layout),

@@ -431,7 +431,7 @@ def steady(replicas: tuple[ReplicaRecord, ...]) -> bool:
         # a flip is a change to the state that it has already
         and len({role for _, _, role in replica.changes}) == 1
         for replica in replicas
-        if not replica.stood_by
+        if not replica.only_starting
     )
 
 
@@ -494,7 +494,7 @@ def _replicas(expectations: PlanExpectations, result: SimResult, span_s: float, 
     alike: dict[tuple[str, ReplicaExpectation], list[int]] = {}
     for number, replica in enumerate(result.replicas):
         expectation = promised.get(place_of(replica))
-        if expectation is not None and not replica.stood_by:
+        if expectation is not None and not replica.only_starting:
             if expectation.interchangeable:
                 expectation = replace(expectation, place=(*expectation.place[:2], 0))
             alike.setdefault((replica.unit, expectation), []).append(number)

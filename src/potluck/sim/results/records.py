@@ -91,7 +91,7 @@ class ReplicaRecord:
     """Node types that it stands on, one entry per node."""
     gpus: int
     changes: tuple[tuple[float, str, str], ...]
-    """(time, state, role) from each time on; states: starting, standby, ready, draining, leaving, stopped, lost."""
+    """(time, state, role) from each time on; states: starting, ready, draining, leaving, stopped, lost."""
     busy_s: float
     prefill_tokens: int
     """Prompt tokens computed, those computed again after a preemption included."""
@@ -104,8 +104,9 @@ class ReplicaRecord:
         return next((at_s for at_s, state, _ in self.changes if state == "ready"), None)
 
     @property
-    def stood_by(self) -> bool:
-        return {state for _, state, _ in self.changes} <= {"starting", "standby"} and self.ready_s is None
+    def only_starting(self) -> bool:
+        """Whether it was still starting when the run ended."""
+        return all(state == "starting" for _, state, _ in self.changes)
 
     def ended_s(self, end_s: float) -> float:
         """When it stopped or was lost; the end of the run when it did not."""

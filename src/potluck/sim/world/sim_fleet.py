@@ -198,12 +198,12 @@ Planner = Callable[[PlanQuestion], Plan | None]  # None when there is no plan, o
 
 
 def running_of(plan: Plan, sites: Iterable[SimReplica]) -> Plan:
-    """A plan with the copies that are up or coming up whole; those on their way out or on standby are none."""
+    """A plan with the copies that are up or coming up whole; draining copies do not count."""
     replicas = {template.name: len(template.replicas) for template in plan.repertoire}
     there = Counter(
         (replica.member.unit, replica.member.template, replica.member.region)
         for replica in sites
-        if replica.state in ("starting", "ready") and not replica.member.standby
+        if replica.state in ("starting", "ready")
     )
     whole = [key for key, count in there.items() if count >= replicas.get(key[1], inf)]
     return plan.holding(Counter((template, region) for _, template, region in whole))

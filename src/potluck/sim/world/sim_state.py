@@ -108,8 +108,7 @@ class SimReplica:
     def become(self, at_s: float, state: SiteState) -> None:
         self.state = state
         self.serves = state in ("ready", "draining", "leaving")
-        text = "standby" if state == "ready" and self.member.standby else state
-        self.changes.append((at_s, text, self.role))
+        self.changes.append((at_s, state, self.role))
 
 
 class SimAttempt:

@@ -35,7 +35,7 @@ function facts(row) {
   const said = [
     ["model", row.model],
     ["role", row.role === row.planned_role ? row.role : `${row.role} (planned: ${row.planned_role})`],
-    ["state", `${row.state}${row.standby ? ", on standby" : ""}${row.doubted && row.state !== "lost" ? ", doubted: a request failed there" : ""}${row.cordoned ? ", cordoned: nothing new is sent there" : ""}${row.by_hand ? ", set by hand" : ""}`],
+    ["state", `${row.state}${row.doubted && row.state !== "lost" ? ", doubted: a request failed there" : ""}${row.cordoned ? ", cordoned: nothing new is sent there" : ""}${row.by_hand ? ", set by hand" : ""}`],
     ["requests", `${row.open} open; it works on ${row.running}, ${row.waiting} wait in it`],
     ["KV memory", `${percent(row.kv)} used`],
     ["pace", row.pace === null ? "unknown: no speed was planned" : row.pace === 1 ? "as planned" : `things take ${row.pace} times as long as planned`],

@@ -72,11 +72,11 @@ function dress(name, rows, models) {
   found.row = row;
   const { button, parts } = found;
   const [letter, words] = ROLES[row.role] || ["?", row.role];
-  const kind = row.standby ? "standby" : row.state !== "ready" ? row.state : row.cordoned ? "cordoned" : row.doubted ? "doubted" : row.state;
+  const kind = row.state !== "ready" ? row.state : row.cordoned ? "cordoned" : row.doubted ? "doubted" : row.state;
   attribute(button, "data-role", row.role);
   attribute(button, "data-state", kind);
   text(parts.letter, row.state === "lost" ? "✕" : letter);
-  const works = row.state === "ready" && !row.standby;
+  const works = row.state === "ready";
   const rate = rates(row);
   parts.bar.style.transform = `scaleX(${row.state === "lost" ? 0 : row.busy})`;
   if (map.className) attribute(button, "title", `${short(name, rows)}: ${kind}, ${row.open} open, ${rate}`);

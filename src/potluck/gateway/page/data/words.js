@@ -14,7 +14,6 @@ export const WORDS = [
 [["pace"], "a replica's observed over its planned time; 1.3 is 30 % slower"],
 [["draining"], "of a replica: takes no new requests, finishes those it has, then goes"],
 [["cordoned"], "of a replica or host: gets nothing new until a person lifts it"],
-[["standby"], "of a copy: loaded, idle and paid for, until needed"],
 [["doubted"], "of a replica: a request failed there a moment ago"],
 [["flip"], "a replica gets another role; weights and requests stay"],
 [["reassign"], "a copy becomes another template's: same layouts, other roles"],

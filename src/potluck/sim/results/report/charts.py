@@ -267,7 +267,7 @@ def timeline(bands: Sequence[ReplicaBand], end_s: float, faults: Sequence[tuple[
     states = {state for state, _ in spans}
     roles = [role for role in ("prefill", "decode", "mixed") if ("ready", role) in spans]
     keys = [(f"span ready {role}", role) for role in roles]
-    keys += [(f"span {each} mixed", each) for each in ("starting", "standby", "draining") if each in states]
+    keys += [(f"span {each} mixed", each) for each in ("starting", "draining") if each in states]
     keys += [("lost", "lost")] if any(band.lost_s is not None for band in bands) else []
     keys += [("flag", "fault")] if faults else []
     return legend(keys) + svg(frame, "".join(parts), "Replicas over time")
