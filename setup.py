@@ -15,7 +15,7 @@ from setuptools import setup
 
 COMPILED = {
     "core/admission": "admission queue",
-    "core/brain": "brain hedging prefix_caches recovery requests",
+    "core/brain": "brain prefix_caches recovery requests",
     "core/replica": "batch spare_cache",
     "core/routing": "balance capacity deadlines isolation learned_speeds link_states opportunistic prefix_affinity "
     "prefix_index round_robin router routing_table split template_weights thresholds",

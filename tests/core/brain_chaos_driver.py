@@ -52,7 +52,7 @@ class Chaos:
         self.random = Random(seed)
         self.events = 0
         self.fates = dict.fromkeys(FATES, 0)
-        self.asked = self.hedges = 0
+        self.asked = 0
         self._number = 0
         self.new_brain()
 
@@ -102,8 +102,6 @@ class Chaos:
         match action:
             case act.Run():
                 self._run(action)
-            case act.Hedge():
-                run_beside(self, action)
             case act.Refuse(name):
                 job = self._open(name, action)
                 self._end(job, "refused")
@@ -167,8 +165,6 @@ class Chaos:
             self.tell(told.AttemptRunning(name, attempt))
         elif job.last is not None and job.last.attempt == attempt:
             self.tell(job.last)
-        elif job.run is not None and attempt < job.attempt:  # its hedge took its place
-            self.tell(told.AttemptFailed(name, attempt, "timeout", "", 0))
         elif job.fate != "cancelled":
             self.tell(told.AttemptFailed(name, attempt, "timeout", "", job.streamed))
 
@@ -450,7 +446,6 @@ def policy(chance: Random) -> Policy:
         max_wait_s=chance.choice((2.0, 10.0)),
         grace_s=chance.choice((2.0, 20.0)),
         classes=with_built_in((RequestClass("hasty", stops=True),)),
-        hedge=chance.choice((0.0, 1.0, 3.0)),
     )
 
 
@@ -467,29 +462,3 @@ def plan(chance: Random) -> Plan:
         shares |= {("p", source, "prefill"): (1.0, 1.0), ("d", target, "decode"): (1.0, 1.0)}
         flows[("f", source, target)] = (1.0, 1.0)
     return build.plan(templates, places, shares, flows)  # type: ignore[arg-type]
-
-
-def run_beside(chaos: Chaos, hedge: act.Hedge) -> None:
-    job, run = chaos._open(hedge.request, hedge), act.Run(*hedge)
-    if run.attempt <= job.attempt or run.streamed_tokens:
-        raise Broken(f"{hedge} is no attempt beside {job.attempt}")
-    if job.fate or job.streamed:  # the first one has a token, which the Brain has not heard
-        return
-    chaos.hedges += 1
-    if job.run is None:
-        chaos._run(run)
-        return
-    there = {segment.replica for segment in run.route.segments}
-    if not there.isdisjoint(segment.replica for segment in job.run.route.segments[job.done :]):
-        raise Broken(f"{hedge} is where the first attempt is")
-    dice, name = chaos.random.random(), job.request.id
-    if dice < 0.3 or not there <= chaos.up:
-        chaos.tell(told.AttemptFailed(name, run.attempt, "replica", run.route.decoder, 0))
-        return
-    before, job.attempt, job.run = job.attempt, run.attempt, run
-    if dice < 0.6:
-        job.done = 0
-        chaos.tell(told.AttemptFailed(name, before, "replica", run.route.decoder, 0))
-    else:
-        job.done, job.first, job.streamed = len(run.route.segments) - 1, True, 1
-        chaos.tell(told.FirstToken(name, run.attempt))

@@ -7,7 +7,6 @@ import pytest
 
 from potluck.core.state import actions as act
 from potluck.core.state import events as told
-from potluck.core.state.policy import Policy
 from potluck.core.values.types import Request
 from potluck.gateway.workers.brain_client import event_of, event_text
 from potluck.runtime.log_lines import line, read_line
@@ -104,17 +103,6 @@ def test_retried_grammar_that_then_loses_its_replica_is_refused() -> None:
         item for item in world.fail("a", "replica", again.route.decoder) if isinstance(item, act.Refuse)
     ]
     assert refusal.reason == "grammar"
-
-
-def test_request_with_grammar_is_never_hedged() -> None:
-    for grammar in (False, True):
-        world = build.world(MANY, Policy(hedge=1.0))
-        world.arrive(build.request("a")._replace(grammar=grammar))
-        hedges = []
-        for tenth in range(1, 400):
-            world.now_s = tenth / 10
-            hedges += [item for item in world.tell(told.Tick()) if isinstance(item, act.Hedge)]
-        assert bool(hedges) is not grammar
 
 
 @pytest.mark.parametrize("exact", [False, True])

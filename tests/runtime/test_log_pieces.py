@@ -47,7 +47,6 @@ def a_log(policy: Policy, requests: int = 80) -> list[str]:
 POLICIES = [
     *(Policy(balance=item) for item in get_args(str)),
     *(Policy(scaling=item, window_s=5.0, replan_s=5.0) for item in get_args(str)),
-    Policy(hedge=1.0),
     Policy(split_rule="printed", opportunistic=False, admission=False),
 ]
 

@@ -152,7 +152,7 @@ def test_exact_requests_are_transferred_in_fp16_despite_faults_and_retries(
         exact = np.random.default_rng(seed).random(COUNT) < 0.5
         work = replace(load(COUNT, 6.0, seed, blocks=blocks), labels=replace(same_labels(COUNT), exact=exact))
         rates = Faults(random=FaultRates(*[100.0] * 6)) if faults else None
-        simulate(problem(in_codec(PLANS[name], codec)), work, Policy(hedge=1.0), seed=seed, faults=rates)
+        simulate(problem(in_codec(PLANS[name], codec)), work, Policy(), seed=seed, faults=rates)
     assert {message for must, message in seen if must} <= {"fp16"}
     assert {message for must, message in seen if not must} <= {codec, "fp16"}
 

@@ -141,7 +141,6 @@ def test_every_request_ends_with_consistent_records_under_random_faults(data: st
         split=data.draw(st.booleans()),
         retries=data.draw(st.integers(0, 3)),
         max_wait_s=data.draw(st.sampled_from([0.0, 5.0])),
-        hedge=data.draw(st.sampled_from([0.0, 1.5])),
     )
     how = SimSettings(
         fast_forward=data.draw(st.booleans()),

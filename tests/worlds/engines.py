@@ -17,8 +17,8 @@ from worlds.loop import WorldLoop
 from worlds.virtual import DEAD, Process
 
 VOCAB, END = 280, 0
-MOST_SENT = 60  # Segments of one request: of 16 attempts, with hedges and prompts apart.
-MOST_REFUSED, MOST_REFUSED_UNHEDGED = 5, 4  # With two retries, and a hedge beside the last; without hedges.
+MOST_SENT = 60  # Segments of one request: of 16 attempts, with prompts apart.
+MOST_REFUSED, MOST_REFUSED_BY_ONE_BRAIN = 5, 4  # With two retries; a later Brain counts failures from 0.
 REFUSALS = ((503, "try_again"), (429, "overloaded"), (500, "internal_error"))
 MASK = (1 << 64) - 1
 HTTP, KV = 8000, 9000
@@ -271,7 +271,7 @@ class EngineHttp(asyncio.Protocol):
             # It counts against its retries, once for an attempt: of both segments of one, each may be refused.
             if refusal[0] == 429 and not body.get("start", 0):
                 count = engine.loop.refused[body["request"]] = engine.loop.refused.get(body["request"], 0) + 1
-                if count == (MOST_REFUSED if engine.loop.hedges else MOST_REFUSED_UNHEDGED):
+                if count == (MOST_REFUSED if engine.loop.replaces_brains else MOST_REFUSED_BY_ONE_BRAIN):
                     engine.loop.broken.append(f"a request that was refused {count - 1} times is sent again")
             self.refuse(*refusal)
         elif engine.draining:

@@ -457,7 +457,7 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.refused: dict[str, int] = {}  # how often it was refused for lack of room,
         self.brought: dict[str, int] = {}  # and the most tokens that one had of it, prompt and all.
         self.salts: dict[str, str] = {}  # By tenant.
-        self.hedges = True  # Whether requests may be hedged.
+        self.replaces_brains = True  # Whether another Brain may take the place of the first.
         self.troubles: list[Any] = []
         self.switches = self.preempts = 0.0  # How likely a thread loses its turn where it may, or anywhere.
         self.wires: dict[str, Any] = {}  # What befalls bytes that reach a host's blocking sockets.

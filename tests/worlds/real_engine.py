@@ -30,7 +30,7 @@ class RealLoop(asyncio.SelectorEventLoop):
         self.refused: dict[str, int] = {}
         self.brought: dict[str, int] = {}
         self.salts: dict[str, str] = {}
-        self.hedges = True  # It does not hear of the policy.
+        self.replaces_brains = True
         self.broken: list[str] = []
         # Of trouble elsewhere it does not hear, so it takes all times for troubled.
         self.troubles = [SimpleNamespace(where="gw", to_s=inf)]

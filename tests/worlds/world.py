@@ -154,7 +154,7 @@ def scenario_of(seed: int, shipped: bool = True) -> Scenario:
         chance.choice((0.0, 0.2, 0.9)),
         chance.choice((2e-4, 2e-3, 2e-2)),
         chance.choice((0.02, 0.05, 0.2)),
-        Policy(hedge=chance.choice((0.0, 0.0, 3.0)), affinity=chance.choice((0.0, 1.0))),
+        Policy(affinity=chance.choice((0.0, 1.0))),
         chance.choice(((), _tokens(seed), (("concurrent", 2),), (("requests_per_min", 2),))),
         tuple(_ask(chance, number, span_s) for number in range(count)),
         tuple(sorted((*faults, *_upgrades(seed, span_s, controlled)), key=lambda fault: fault.at_s)),
@@ -514,7 +514,7 @@ class World:
         self.loop.switches = (0.0, 0.05, 0.3)[scenario.seed % 3]
         # A Brain that takes another's place counts a request's failures from 0.
         again = ("brain_kill", "brain_freeze", "worker_kill", "worker_freeze", "power", "term")
-        self.loop.hedges = scenario.policy.hedge > 0 or any(fault.kind in again for fault in scenario.faults)
+        self.loop.replaces_brains = any(fault.kind in again for fault in scenario.faults)
         network = self.loop.network
         network.pieces, network.far.latency_s = scenario.pieces, scenario.latency_s
         network.far.jitter_s = scenario.latency_s

@@ -87,7 +87,7 @@ def linked(page: str, words: dict[str, str]) -> str:
     return outside_code(page, line)
 
 
-PLURALS = ("replica", "template", "segment", "combo", "bucket", "tenant", "stage", "pipeline", "hedge")
+PLURALS = ("replica", "template", "segment", "combo", "bucket", "tenant", "stage", "pipeline")
 ALONE = (
     """prefill decode TTFT TPOT E2E KV goodput attainment headroom rehearsal gateway controller Brain route"""
 )

@@ -46,7 +46,6 @@ _FREQUENT = frozenset(
         events.RequestFinished,
         events.ReplicaReported,
         actions.Run,
-        actions.Hedge,
         actions.Refuse,
         actions.Abort,
     }
@@ -312,7 +311,7 @@ class GatewayCore:
 
 Act = Callable[[Sequence[Action]], None]
 Watcher = Callable[[float, Event, Sequence[Action]], None]
-_OF_REQUESTS = (actions.Run, actions.Hedge, actions.Refuse, actions.Abort, actions.QueryAttempt)
+_OF_REQUESTS = (actions.Run, actions.Refuse, actions.Abort, actions.QueryAttempt)
 _ARRIVALS = (events.RequestArrived, events.RequestAdopted)
 _ENDINGS = (events.RequestFinished, events.AttemptFailed, events.RequestCancelled)
 

@@ -101,9 +101,9 @@ def _cached(event: events.CacheReported) -> str:
     )
 
 
-def _run(action: actions.Run | actions.Hedge) -> str:
+def _run(action: actions.Run) -> str:
     return (
-        f'["{type(action).__name__}",{text_of(action.request)},{_route(action.route)},{action.attempt},{action.prompt_tokens},'
+        f'["Run",{text_of(action.request)},{_route(action.route)},{action.attempt},{action.prompt_tokens},'
         f"{action.streamed_tokens},{number(action.weight)}{',true' if action.yields else ''}]"
     )
 
@@ -138,7 +138,6 @@ _WRITERS: dict[type[Any], Callable[[Any], str]] = {
     events.PlanReceived: _nested,
     events.MarketReported: _quoted,
     actions.Run: _run,
-    actions.Hedge: _run,
     actions.StartReplica: _nested,
     actions.Reassign: _nested,
 }
@@ -207,10 +206,6 @@ def _read_run(fields: list[Any], place: str) -> actions.Run:
     return actions.Run(request, _read_route(route), *rest)
 
 
-def _read_hedge(fields: list[Any], place: str) -> actions.Hedge:
-    return actions.Hedge(*_read_run(fields, place))
-
-
 def _read_replan(rates: list[Any], reason: str, lengths: Sequence[Any] = ()) -> actions.Replan:
     seen = [
         actions.SeenLengths(model, out, tuple([(a, b) for a, b in prompts]))
@@ -224,7 +219,6 @@ _READERS: dict[str, Callable[[list[Any], str], Any]] = {
     "RequestAdopted": _read_adopted,
     "CacheReported": _read_cached,
     "Run": _read_run,
-    "Hedge": _read_hedge,
     "ReplicaReported": lambda fields, _: events.ReplicaReported(fields[0], events.ReplicaStatus(*fields[1:])),
     "PlanReceived": lambda fields, place: events.PlanReceived(decode(Plan, fields[0], place)),
     "MarketReported": lambda fields, place: events.MarketReported(

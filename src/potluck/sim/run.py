@@ -161,7 +161,7 @@ def build(
         settings = replace(settings, reports=reads)
     if settings.first_tokens is None:
         bounded = policy.admission and any(model in resolved.slos for model in workload.models)
-        learns = policy.hedge > 0 or balance_rule(policy.balance).learns
+        learns = balance_rule(policy.balance).learns
         heard = reads or bounded or learns or log is not None or mind is not None
         settings = replace(settings, first_tokens=heard)
     replica_models = options.get("replica_models") or replica_models_of(resolved, workload)
@@ -214,7 +214,6 @@ def result_of(world: SimWorld, seed: int) -> SimResult:
         "hand-overs that waited for room": world.handovers.waited,
         "reports lost": world.reports.lost,
         "plans asked for": world.replans,
-        "second attempts": world.attempts.hedged,
     }
     sites = world.fleet.all_sites
     replicas = tuple(_replica_record(replica, end_s) for replica in sites)

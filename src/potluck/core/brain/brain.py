@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from potluck.core.brain.hedging import Hedging
 from potluck.core.brain.recovery import Recovery
 from potluck.core.brain.requests import BrainState, Requests
 from potluck.core.routing.group_sharing import MeanLengths
@@ -40,7 +39,6 @@ class Brain:
         self.router, self.admission, self.autoscaler = state.router, state.admission, state.autoscaler
         self._requests = requests = Requests(state)
         self._recovery = Recovery(state, requests)
-        self._hedges = Hedging(state, requests, self._recovery) if policy.hedge > 0 else None
         self._notes = OperatorNotes()
         self.requests: dict[str, RequestState] = requests.open
         """Requests that were accepted and have not ended, by id."""
@@ -68,13 +66,11 @@ class Brain:
         }
 
     def on(self, at_s: float, event: told.Event) -> list[Action]:
-        handler = self._handlers[type(event)]
-        return handler(at_s, event) if self._hedges is None else self._hedges.on(at_s, event, handler)
+        return self._handlers[type(event)](at_s, event)
 
     def sizes(self) -> dict[str, int]:
         """How much is remembered of requests; but for those that ended lately it is nothing when none is open."""
-        hedges = len(self._hedges.hedges) if self._hedges is not None else 0
-        return {**self._requests.sizes(), **self._recovery.sizes(), "hedges": hedges}
+        return {**self._requests.sizes(), **self._recovery.sizes()}
 
     # What replicas, links and caches say.
 

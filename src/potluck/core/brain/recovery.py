@@ -89,8 +89,7 @@ class Recovery:
             self._requests.end(request.id)
             return actions
         request_state.prompt_tokens = request.prompt_tokens + request_state.streamed_tokens
-        request_state.attempt += 1 + request_state.hedged
-        request_state.hedged = 0
+        request_state.attempt += 1
         self._blame(at_s, request_state, kind, where, advanced)
         problem = verdict(request_state, at_s, self._policy)
         if suspected:
@@ -98,15 +97,6 @@ class Recovery:
         if problem is not None:
             return actions + self._requests.refuse(at_s, request_state, *problem)
         return actions + self._again(at_s, request_state, kind)
-
-    def one_of_two(
-        self, at_s: float, event: told.AttemptFailed, lost_request: RequestState, left: RequestState
-    ) -> list[Action]:
-        kind, where = event.kind, event.where
-        actions = self._doubt(at_s, where) if kind == "replica" else []
-        if where:
-            self._blame(at_s, left, kind, where, advanced=False)
-        return actions + self._requests.release(at_s, lost_request)
 
     def _blame(
         self, at_s: float, request: RequestState, kind: told.FailureKind, where: str, advanced: bool
@@ -142,7 +132,7 @@ class Recovery:
             request = self._requests.open[name]
             model = request.request.model
             again_s = self._router.detours.again_s(request, before.get(model, 0))
-            if request.attempt or request.hedged or request.recalled or verdict(request, at_s, self._policy):
+            if request.attempt or request.recalled or verdict(request, at_s, self._policy):
                 continue
             if over_s >= again_s + PATIENCE_S:
                 request.recalled = request.link

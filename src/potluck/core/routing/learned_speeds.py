@@ -12,7 +12,7 @@ from typing import Final
 
 from potluck.core.routing.balance import decode_seconds
 from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts
-from potluck.core.state.fleet import ODD_S, ODDS, FleetState, ReplicaState
+from potluck.core.state.fleet import FleetState, ReplicaState
 from potluck.core.state.request_state import RequestState
 
 FADE_S: Final = 10.0  # A replica without news for so long is believed half as much.
@@ -62,30 +62,14 @@ class LearnedSpeeds:
 
     def computed(self, at_s: float, request: RequestState, replica: ReplicaState) -> None:
         """A prompt was computed where it is answered: tells if the replica has changed, unless memory was short."""
-        planned_s, sent_s = self._planned_s(request, replica, 1), request.sent[0]
+        planned_s, sent_s = self._planned_s(request, replica), request.sent[0]
         request.sent = (-1.0, 0.0, 0)
         if planned_s >= 0:
             self._fleet.learn(at_s, replica, at_s - sent_s, planned_s, False)
             if request.charges:
                 _time(request)
 
-    def outrun(self, at_s: float, request: RequestState, replica: ReplicaState) -> None:
-        """Another replica had a prompt's first token sooner (`hedging.py`); after ODDS in a row it has changed."""
-        facts = replica.facts
-        if request.sent[0] < 0 or not request.last_tokens or facts is None:
-            return
-        planned_s = self._planned_s(request, replica, 2)
-        if planned_s < 0:
-            return
-        planned_s += facts.prefill_s_per_token * request.last_tokens
-        observed_s = at_s - request.sent[0]
-        if observed_s >= replica.pace * planned_s > 0:
-            weight = max(1.0, ODD_S / ODDS / planned_s)
-            self._fleet.learn(at_s, replica, weight * observed_s, weight * planned_s, False)
-            if request.charges:
-                _time(request)
-
-    def _planned_s(self, request: RequestState, replica: ReplicaState, more: int) -> float:
+    def _planned_s(self, request: RequestState, replica: ReplicaState) -> float:
         """For all that a replica computed since a request was sent there; below 0: tells nothing."""
         _, done_s, prompts = request.sent
         facts = replica.facts
@@ -93,7 +77,7 @@ class LearnedSpeeds:
             return -1.0
         if replica.open_context_tokens > ROOMY * facts.total_blocks * BLOCK_TOKENS:
             return -1.0
-        steps = replica.done_prompts - prompts + more
+        steps = replica.done_prompts - prompts + 1
         return replica.done_s - done_s + steps * facts.batch_step_s(replica.open_requests)
 
     def handed(self, at_s: float, request: RequestState, replica: ReplicaState, tells: bool = True) -> None:

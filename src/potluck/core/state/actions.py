@@ -35,18 +35,6 @@ class Run(NamedTuple):
     """Its prompt is late wherever it is computed: others go before it, chunk by chunk (`LATE`)."""
 
 
-class Hedge(NamedTuple):
-    """Send a request along a second route too: the first that has a token answers, the driver stops the other."""
-
-    request: str
-    route: Route
-    attempt: int
-    prompt_tokens: int
-    streamed_tokens: int
-    weight: float = 1.0
-    yields: bool = False
-
-
 class Refuse(NamedTuple):
     request: str
     reason: RefusalReason
@@ -128,6 +116,6 @@ class OperatorNote(NamedTuple):
     why: str
 
 
-RequestAction = Run | Hedge | Refuse | Abort | QueryAttempt
+RequestAction = Run | Refuse | Abort | QueryAttempt
 FleetAction = StartReplica | DrainReplica | StopReplica | FlipReplica | Reassign
 Action = RequestAction | FleetAction | Replan | ResyncCache | OperatorNote

@@ -44,8 +44,6 @@ class Policy:
     """Who changes the fleet: a name in `SCALERS` (`core/scaling/autoscaler.py`)."""
     retries: int = 2
     """How often a request may be sent again after failures that may be its own fault."""
-    hedge: float = 0.0
-    """A request without a first token after so many times what was predicted is sent elsewhere as well; 0: never."""
     max_wait_s: float = 60.0
     """Requests wait so long for a replica, or for their turn, before they are refused."""
     admission: bool = True
@@ -105,7 +103,7 @@ class Policy:
 
 BOUNDS: Final[tuple[tuple[str, Callable[[float], bool], str], ...]] = (
     (
-        "affinity hedge max_wait_s grace_s disturbance retries",
+        "affinity max_wait_s grace_s disturbance retries",
         lambda value: value >= 0,
         "not be negative",
     ),

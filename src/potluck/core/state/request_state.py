@@ -31,8 +31,6 @@ class RequestState:
     """The longest it can get, which is what it counts for where it decodes; the same on every attempt."""
     state = HELD
     attempt = 0
-    hedged = 0
-    """Attempts that ran beside this one (`hedging.py`): their numbers are taken."""
     earlier: tuple[tuple[ReplicaState, int], ...] = ()
     """Segments before the last: where, and how many tokens count as open there."""
     done = 0

@@ -180,9 +180,6 @@ class Counters:
         if stop is not None:
             self.histogram(known.SPLITS, (model,)).see_all([stop])
 
-    def hedged(self, model: str) -> None:
-        self.count(known.HEDGES, (model,))
-
     def route_kind(self, run: Run) -> str:
         segments = run.route.segments
         if run.attempt > 0:

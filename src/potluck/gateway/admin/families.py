@@ -79,7 +79,6 @@ ROUTES = _count(
     "kind",
 )
 RETRIES = _count("potluck_retries", "Attempts beyond a request's first.", "model")
-HEDGES = _count("potluck_hedges", "Attempts beside one that was late with its first token.", "model")
 SPLITS = _tokens("potluck_split_tokens", "Tokens that a prompt's first replica computed.", "model")
 FAILURES = _count("potluck_failures", "Attempts that were lost, by what failed.", "where", "kind")
 SEGMENTS = _count("potluck_segments", "Segments that ended, by replica.", "replica", "outcome")

@@ -3,9 +3,6 @@
 Attempts come and go; the tokens that the user sees are one stream. A request ends once: answered, refused or
 cancelled. Nothing of an attempt that is over reaches it, since that attempt was stopped first.
 
-A hedge is a second attempt beside one that is late with its first token. Whichever has something to pass on first
-leads, and the other is stopped; should one fail before, the other goes on alone.
-
 `SilenceMonitor` looks several times a second at every engine that owes something, and bears its silence so long:
 
     it is not in the directory any more, and says nothing       GONE_S
@@ -31,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 from potluck.core.brain.recovery import GRAMMAR_SUSPECTED, grammar_suspected
 from potluck.core.state import events
-from potluck.core.state.actions import Hedge, QueryAttempt, Refuse, Run
+from potluck.core.state.actions import QueryAttempt, Refuse, Run
 from potluck.core.state.events import Event, FailureKind
 from potluck.core.values.route import Route, Segment
 from potluck.core.values.sampling import SampledToken
@@ -233,8 +230,6 @@ class RelayedStream:
 class RunningAttempt(ABC):
     run: Run
     endpoints: Sequence[Endpoint]
-    stream: RelayedStream
-    streamed_blindly = False  # Whether nobody knows when its first token is there.
     done_segments = 0
 
     @abstractmethod
@@ -273,7 +268,6 @@ class ActiveRequest:
 
     _attempt = -1
     _going: RunningAttempt | None = None
-    _second: RunningAttempt | None = None  # A hedge, while neither has anything to pass on.
     _first = False
     _whole: Reason | None = None  # Why no token can come any more, whatever becomes of the engine.
     _failed: events.AttemptFailed | None = None
@@ -316,11 +310,11 @@ class ActiveRequest:
             self._stop()
         self._attempt, self._first, self._decoder = run.attempt, False, run.route.decoder
         if run.streamed_tokens != len(self.output):
-            self.failed(None, "link", "", "was sent from elsewhere than where its user is")
+            self.failed("link", "", "was sent from elsewhere than where its user is")
             return
         attempt = self._context.attempt_for(self, run, self._stream)
         if isinstance(attempt, CannotStart):
-            self.failed(None, "replica", attempt.where, attempt.why, rejected=True)
+            self.failed("replica", attempt.where, attempt.why, rejected=True)
             return
         self._going = attempt
         if self._events is not None:
@@ -329,32 +323,6 @@ class ActiveRequest:
         attempt.start()
         if self._paused and self._going is attempt:
             attempt.pause()
-
-    def hedge(self, hedge: Hedge) -> None:
-        """Go along a second route as well, unless something was passed on; alone if the first one has failed."""
-        run = Run(*hedge)
-        if self._ended or run.attempt <= self._attempt:
-            return
-        if self._going is None:
-            self.run(run)
-            return
-        if self._first or self.output or self._begun or self._second is not None:
-            return
-        second_attempt = self._context.attempt_for(self, run, RelayedStream())
-        if isinstance(second_attempt, CannotStart):
-            self._tell(events.AttemptFailed(self.asked.id, run.attempt, "replica", second_attempt.where, 0))
-        elif (second_attempt.streamed_blindly or self.asked.own) and not self.asked.stream:
-            # When its first token is there nobody knows, so it is not late.
-            self._tell(events.AttemptFailed(self.asked.id, run.attempt, "timeout", "", 0))
-        else:
-            self._second = second_attempt
-            self._context.meter.hedged(self.asked.model)
-            second_attempt.start()
-
-    @property
-    def _begun(self) -> bool:
-        """Whether the client has something that was not told by tokens."""
-        return self._stream.begun or (self._events is not None and self._events.begun)
 
     def refuse(self, refusal: Refuse) -> None:
         if not self._ended:
@@ -377,11 +345,10 @@ class ActiveRequest:
             self._tell(self._failed)
         else:  # It was abandoned, or its order to run never came.
             self._attempt = query_attempt.attempt
-            self.failed(None, "timeout", "", "was stopped, or never begun")
+            self.failed("timeout", "", "was stopped, or never begun")
 
     def whereabouts(self, named: Callable[[Endpoint], str | None], request: Request) -> Event | None:
         """For a Brain that knows nothing of it. None: it is under way where that Brain knows nobody yet."""
-        self._stop_second()
         if self._attempt < 0:
             return events.RequestArrived(request)
         attempt = self._going
@@ -427,27 +394,6 @@ class ActiveRequest:
                 self._going.pause()
 
     # What attempts tell.
-
-    def leads(self, attempt: RunningAttempt) -> None:
-        """It has something to pass on."""
-        if attempt is self._second:
-            self._overtake(attempt)
-        else:
-            self._stop_second()
-
-    def _overtake(self, second_attempt: RunningAttempt) -> None:
-        """The hedge leads, or is the only one left."""
-        attempt, self._going, self._second = self._going, second_attempt, None
-        self._attempt, self._first, self._stream = second_attempt.run.attempt, False, second_attempt.stream
-        if attempt is not None:
-            attempt.stop()
-        if self._paused:
-            second_attempt.pause()
-
-    def _stop_second(self) -> None:
-        second_attempt, self._second = self._second, None
-        if second_attempt is not None:
-            second_attempt.stop()
 
     def segment_done(self, attempt: RunningAttempt, place: int) -> None:
         attempt.done_segments = place + 1
@@ -497,7 +443,6 @@ class ActiveRequest:
 
     def failed(
         self,
-        attempt: RunningAttempt | None,
         kind: FailureKind,
         where: str,
         why: str,
@@ -506,21 +451,14 @@ class ActiveRequest:
     ) -> None:
         """An attempt is over. Nothing is missing where the last token was heard; else the Brain says what next."""
         self._note(kind, where, why)
-        if attempt is not None and attempt is self._second:  # The first one goes on.
-            self._second = None
-            self._tell(events.AttemptFailed(self.asked.id, attempt.run.attempt, kind, where, 0))
-            return
         self._going = None
         rejected = rejected and self.asked.grammar
         output = len(self.output)
         failed = events.AttemptFailed(self.asked.id, self._attempt, kind, where, output, rejected)
-        if self._second is not None:
-            self._overtake(self._second)
-        elif self._whole is not None:
+        if self._whole is not None:
             self._finish(self._whole, 0)
             return
-        else:
-            self._failed = failed
+        self._failed = failed
         self._tell(failed)
 
     # An engine that answers in its own words. The Brain hears of no token that the user has: attempts begin anew.
@@ -543,10 +481,10 @@ class ActiveRequest:
             self._end(events.RequestFinished(self.asked.id, self._attempt, min(counts.output or 1, most)))
             self._events.end(counts)
 
-    def other_prompt(self, attempt: RunningAttempt, prompt: tuple[int, ...]) -> None:
+    def other_prompt(self, prompt: tuple[int, ...]) -> None:
         """The engine makes other tokens of the client's messages than we did; what is sent next has those."""
         self.asked = self.asked._replace(prompt=prompt, prompt_tokens=len(prompt))
-        self.failed(attempt, "timeout", "", OTHER_TOKENS)
+        self.failed("timeout", "", OTHER_TOKENS)
 
     def _otherwise(self, why: str) -> None:
         """It cannot be gone on with, and that is nobody's fault."""
@@ -563,10 +501,8 @@ class ActiveRequest:
             self._end(events.RequestFinished(self.asked.id, self._attempt, output_tokens))
             self.answer.relay_end()
 
-    def relayed_whole(self, attempt: RunningAttempt, kind: bytes, body: bytes, output_tokens: int) -> None:
+    def relayed_whole(self, kind: bytes, body: bytes, output_tokens: int) -> None:
         """All of it came at once. When its first token was there nobody knows, so nothing is said of that."""
-        if attempt is self._second:
-            self._overtake(attempt)
         self._going = None
         if self._ended:
             return
@@ -576,10 +512,8 @@ class ActiveRequest:
         finally:
             self._close(events.RequestFinished(self.asked.id, self._attempt, output_tokens))
 
-    def turned_down(self, attempt: RunningAttempt, status: int, kind: bytes, body: bytes) -> None:
+    def turned_down(self, status: int, kind: bytes, body: bytes) -> None:
         """The server says that the request is at fault, which is passed on: there is nothing to learn from it."""
-        if attempt is self._second:
-            self._overtake(attempt)
         self._going = None
         if self.output or (self._events is not None and self._events.begun):
             self._otherwise(f"asked to go on, the engine refused it ({status})")
@@ -606,7 +540,6 @@ class ActiveRequest:
         self._context.meter.failed(where, kind)
 
     def _stop(self) -> None:
-        self._stop_second()
         attempt, self._going = self._going, None
         if attempt is not None:
             attempt.stop()
@@ -617,8 +550,6 @@ class ActiveRequest:
         self._close(event)
 
     def _close(self, event: Event | None) -> None:
-        if self._second is not None:
-            self._stop_second()
         self._over(self, event)
         if event is not None:
             self._tell(event)

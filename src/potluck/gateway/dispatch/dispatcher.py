@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from potluck.core.replica.blocks import BlockNamer
-from potluck.core.state.actions import Abort, Action, Hedge, QueryAttempt, Refuse, Run
+from potluck.core.state.actions import Abort, Action, QueryAttempt, Refuse, Run
 from potluck.core.state.events import Event, RequestArrived, RequestCancelled, RequestFinished
 from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
@@ -155,7 +155,7 @@ class Dispatcher:
         for active in tuple(self._open.values()):
             active.cancel()
 
-    # What the Brain wants: Run, Hedge, Refuse, Abort, QueryAttempt.
+    # What the Brain wants: Run, Refuse, Abort, QueryAttempt.
 
     def act(self, actions: Sequence[Action]) -> None:
         outer, self._acting = self._acting, True
@@ -189,11 +189,9 @@ class Dispatcher:
     def _do(self, action: Action) -> None:
         if isinstance(action, QueryAttempt):
             self._inquire(action)
-        elif isinstance(action, Refuse | Hedge | Abort) and (active := self._open.get(action.request)):
+        elif isinstance(action, Refuse | Abort) and (active := self._open.get(action.request)):
             if isinstance(action, Refuse):
                 active.refuse(action)
-            elif isinstance(action, Hedge):
-                active.hedge(action)
             else:
                 active.abandon()
 

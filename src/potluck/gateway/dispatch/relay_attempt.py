@@ -197,7 +197,6 @@ EVENT_END, PART, USAGE = b"\n\n", b"data: ", b'"usage":{'
 
 
 class RelayAttempt(RunningAttempt, AwaitingReply):
-    streamed_blindly = True
     _call: EngineCall | None = None
     _over = False
     _began_s = 0.0
@@ -359,10 +358,10 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
                 self._fail("replica", "gave up an answer, and said that all is well")
                 return
             tokens = self._length(body)
-            self._request.relayed_whole(self, self._kind, body, tokens)
+            self._request.relayed_whole(self._kind, body, tokens)
         elif self._status in CLIENTS_FAULT and not self.stream.begun:
             self._leave()
-            self._request.turned_down(self, self._status, self._kind, body)
+            self._request.turned_down(self._status, self._kind, body)
         else:
             kind = KINDS.get(self._status, "replica")
             self._fail(kind, f"answered {self._status}", rejected=self._status < 500)
@@ -400,7 +399,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
             self._flat = self._rewriter is None and not stream.knows_ids
 
     def _begin(self, data: bytes) -> None:
-        self._request.leads(self)
         stream = self.stream
         stream.begun = True
         stream.first = data.split(EVENT_END, 1)[0]
@@ -474,4 +472,4 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
             self._relay(self._namesake().closing(self._request.asked.body))
             self._request.relayed(len(self._request.output))
         else:
-            self._request.failed(self, kind, endpoint.replica, why, rejected=rejected)
+            self._request.failed(kind, endpoint.replica, why, rejected=rejected)

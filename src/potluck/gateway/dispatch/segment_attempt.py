@@ -30,7 +30,6 @@ from potluck.gateway.dispatch.active_request import (
     ActiveRequest,
     AwaitingReply,
     DispatchContext,
-    RelayedStream,
     RunningAttempt,
 )
 from potluck.gateway.dispatch.engine_replies import (
@@ -437,7 +436,6 @@ class SegmentAttempt(RunningAttempt):
         self, request: ActiveRequest, run: Run, endpoints: Sequence[Endpoint], context: DispatchContext
     ) -> None:
         self._request, self.run, self.endpoints, self._context = request, run, endpoints, context
-        self.stream = RelayedStream()
         self.now_s = context.now_s
         self.asked = asked = request.asked
         # An engine's own prompt may have another length than the Brain was told.
@@ -533,7 +531,6 @@ class SegmentAttempt(RunningAttempt):
     def _begin(self) -> None:
         if not self._streams:
             self._streams = True
-            self._request.leads(self)
             hop = self._hops[-1]
             if not hop.owes and not self._paused:
                 hop.expect(hop.heard_s)
@@ -544,11 +541,11 @@ class SegmentAttempt(RunningAttempt):
 
     def other_prompt(self, prompt: tuple[int, ...]) -> None:
         self.stop()
-        self._request.other_prompt(self, prompt)
+        self._request.other_prompt(prompt)
 
     def turned_down(self, hop: Hop, error: bytes) -> None:
         self._done(hop)
-        self._request.turned_down(self, CLIENTS_FAULT, JSON[1], error)
+        self._request.turned_down(CLIENTS_FAULT, JSON[1], error)
 
     def segment_computed(self, hop: Hop) -> None:
         if not self._streams:
@@ -613,7 +610,7 @@ class SegmentAttempt(RunningAttempt):
         for hop in self._hops:
             self._let_go(hop, why if hop.replica == where else GIVEN_UP)
         self._hops = []
-        self._request.failed(self, kind, where, why, rejected=rejected)
+        self._request.failed(kind, where, why, rejected=rejected)
 
     def _count(self, hop: Hop, problem: str = "") -> None:
         if hop.pulse is not None:

@@ -24,7 +24,7 @@ from math import ceil
 from typing import Any, get_args
 
 from potluck.core.state import events
-from potluck.core.state.actions import Action, Hedge, Refuse, Run
+from potluck.core.state.actions import Action, Refuse, Run
 from potluck.core.state.events import Event
 from potluck.core.values.types import Request, Slo
 from potluck.gateway.core import Decision, GatewayCore
@@ -343,7 +343,7 @@ class Waterfall:
             if value is not None:
                 self._heard(at_s - value, event)
         for action in actions:
-            if type(action) is Run or type(action) is Hedge:
+            if type(action) is Run:
                 self._sent(at_s, action)
             elif type(action) is Refuse:
                 self._note_refusal(action, event)
@@ -408,7 +408,7 @@ class Waterfall:
         if self._watched and request in self._shown:
             self._changed[request] = None
 
-    def _sent(self, at_s: float, run: Run | Hedge) -> None:
+    def _sent(self, at_s: float, run: Run) -> None:
         row, came_s = self._rows.get(run.request), self._came_s.get(run.request)
         if row is None or came_s is None:
             return

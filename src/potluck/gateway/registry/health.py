@@ -286,7 +286,7 @@ class HealthChecker:
                             passed = all_traffic.setdefault(ends, LinkTraffic())
                             passed.queued_bytes += link.queue_bytes
                             passed.resent_segments += again
-                        continue
+                    continue
                 rate = link.goodput_bytes_per_s
                 busy_s = link.moved_bytes / rate if rate > 0 else 0.0
                 moved_before, busy_before = engine.links.get(link.peer, (0.0, 0.0))

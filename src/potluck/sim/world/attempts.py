@@ -11,7 +11,7 @@ from math import inf
 
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, LATE, PREEMPTED
 from potluck.core.state import events as told
-from potluck.core.state.actions import Abort, Hedge, QueryAttempt, Refuse, Run
+from potluck.core.state.actions import Abort, QueryAttempt, Refuse, Run
 from potluck.core.state.events import FailureKind, FirstToken, RequestFinished, SegmentComputed, SegmentDone
 from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.types import Request
@@ -42,10 +42,6 @@ class SimAttempts:
         self._chatty = common.settings.first_tokens is not False or common.workload.blocks is not None
         self.open: dict[int, Request | SimAttempt] = {}
         """What has not ended: a request that was not sent anywhere yet, or is to be sent again, or its journey."""
-        self.hedges: dict[int, SimAttempt] = {}
-        """Second attempts, beside those that are open."""
-        self.hedged = 0
-        """How many there were."""
         self.ended_s = 0.0
         """When the last one ended so far."""
 
@@ -84,18 +80,7 @@ class SimAttempts:
         if self._reporting and not sim_replica.touched:
             self._reports.touched(at_s, sim_replica)
 
-    def hedge(self, at_s: float, action: Hedge) -> None:
-        """Send a request along a second route, unless its first attempt has a token; if that is over, alone."""
-        key = int(action.request)
-        there = self.open.get(key)
-        if isinstance(there, SimAttempt):
-            if self._first_s[key] != self._first_s[key]:
-                self.hedged += 1
-                self._run(at_s, Run(*action), key, there.request, hedge=True)
-        else:
-            self.run(at_s, Run(*action))
-
-    def _run(self, at_s: float, action: Run, key: int, request: Request, hedge: bool = False) -> None:
+    def _run(self, at_s: float, action: Run, key: int, request: Request) -> None:
         _, route, attempt, prompt_tokens, streamed, weight, yields = action
         segments = route.segments
         sites = []
@@ -115,11 +100,8 @@ class SimAttempts:
         if problem is not None:
             self._failed(at_s, key, attempt, *problem, streamed, rejected=request.grammar)
             return
-        if hedge:
-            self.hedges[key] = sim_attempt
-        else:
-            self.ledger.cached_tokens[key] = 0
-            self._enter(sim_attempt)
+        self.ledger.cached_tokens[key] = 0
+        self._enter(sim_attempt)
         for replica in way:
             replica.attempts[key] = sim_attempt
         self._begin(at_s, sim_attempt)
@@ -133,15 +115,6 @@ class SimAttempts:
         ledger.prefill_replica[key] = sites[0].index
         ledger.decode_replica[key] = sites[-1].index
         self.open[key] = attempt
-
-    def _alone(self, at_s: float, attempt: SimAttempt) -> None:
-        """Of two journeys of a request this one goes on; the other is taken off everywhere."""
-        other: Request | SimAttempt = self.hedges.pop(attempt.key)
-        if other is attempt:
-            other = self.open[attempt.key]
-            self._enter(attempt)
-        assert isinstance(other, SimAttempt)
-        self._take_off(at_s, other)
 
     def _begin(self, at_s: float, attempt: SimAttempt) -> None:
         place = attempt.place
@@ -203,8 +176,6 @@ class SimAttempts:
             attempt = attempts.get(key)
             if attempt is None:
                 continue
-            if self.hedges and key in self.hedges and kind in (FIRST, FINISHED):
-                self._alone(when_s, attempt)
             if kind == FIRST:
                 if first_s[key] != first_s[key]:  # a retry's first token is not the user's first
                     first_s[key] = when_s
@@ -278,7 +249,7 @@ class SimAttempts:
         target_replica = attempt.sites[place + 1]
         if target_replica.replica.wake_s <= at_s:
             self.catch_up(at_s, target_replica)
-        if attempt is not self.open.get(attempt.key) and attempt is not self.hedges.get(attempt.key):
+        if attempt is not self.open.get(attempt.key):
             return
         self._begin(at_s, attempt)
         self._tell(at_s, tuple.__new__(SegmentDone, (attempt.request.id, attempt.attempt, place)))
@@ -293,9 +264,6 @@ class SimAttempts:
         attempt = self.open.get(key)
         if not isinstance(attempt, SimAttempt):
             return self.ledger.streamed_tokens[key]
-        hedge = self.hedges.pop(key, None)
-        if hedge is not None:
-            self._take_off(at_s, hedge)
         self.open[key] = attempt.request
         self.ledger.streamed_tokens[key] = streamed = self._take_off(at_s, attempt)
         return streamed
@@ -318,14 +286,10 @@ class SimAttempts:
 
     def fail(self, at_s: float, attempt: SimAttempt, kind: FailureKind, where: str) -> None:
         """A request lost its replica, link or transfer; nothing when it is not on its way."""
-        key, streamed = attempt.key, attempt.before_tokens
-        first, hedge = self.open.get(key), self.hedges.get(key)
-        if hedge is not None and isinstance(first, SimAttempt) and (attempt is hedge or attempt is first):
-            self._alone(at_s, first if attempt is hedge else hedge)
-        elif attempt is first:
-            streamed = self.drop(at_s, key)
-        else:
+        key = attempt.key
+        if attempt is not self.open.get(key):
             return
+        streamed = self.drop(at_s, key)
         self._failed(at_s, key, attempt.attempt, kind, where, streamed)
 
     def _failed(

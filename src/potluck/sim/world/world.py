@@ -78,7 +78,6 @@ class SimWorld(CommonState):
         }
         self._doers: dict[type, Callable[[float, Any], None]] = {
             actions.Run: self.attempts.run,
-            actions.Hedge: self.attempts.hedge,
             actions.Refuse: self.attempts.refuse,
             actions.Abort: self.attempts.abandon,
             actions.QueryAttempt: self.attempts.inquire,
