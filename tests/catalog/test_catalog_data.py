@@ -32,7 +32,7 @@ def _check(facts: EntryFacts) -> None:
         assert figure.value is not None
 
 
-def test_sources_are_dated_and_used() -> None:
+def test_catalog_sources_are_dated_and_used() -> None:
     used = {price.source for price in prices.prices()}
     for facts in _all_facts():
         used |= {figure.source.id for figure in facts.figures}
@@ -51,12 +51,12 @@ def _all_facts() -> list[EntryFacts]:
     return result + [nodes.facts(name) for name in nodes.names()]
 
 
-def test_every_figure_has_a_known_source() -> None:
+def test_every_catalog_figure_has_a_known_source() -> None:
     for facts in _all_facts():
         _check(facts)
 
 
-def test_source_overrides_name_real_fields() -> None:
+def test_source_overrides_name_existing_fields() -> None:
     """A misspelt override would silently fall back to the entry's default source."""
     for name, entry in load_toml("gpus.toml")["gpu"].items():
         assert set(entry.get("sources", {})) <= set(entry), name
@@ -77,7 +77,7 @@ def test_every_price_has_a_dated_source() -> None:
         assert nodes.canonical(price.node) == price.node
 
 
-def test_no_two_entries_share_a_spelling() -> None:
+def test_no_two_catalog_entries_share_a_spelling() -> None:
     for module, file, table in ((gpus, "gpus.toml", "gpu"), (models, "models.toml", "model")):
         seen: dict[str, str] = {}
         for name, entry in load_toml(file)[table].items():
@@ -96,31 +96,31 @@ SERVED += "DeepSeek-V3 MiniMax-M2.5 prfaas-1t-hybrid"
 
 
 @pytest.mark.parametrize("name", SERVED.split())
-def test_models_of_the_papers_are_there(name: str) -> None:
+def test_models_of_the_papers_are_in_the_catalog(name: str) -> None:
     assert models.model(name).layer_count > 0
 
 
 @pytest.mark.parametrize("name", [*PAPERS.split(), *gpus.names()])
-def test_every_gpu_has_what_the_formulas_need(name: str) -> None:
+def test_every_gpu_has_the_fields_that_perf_needs(name: str) -> None:
     gpu = gpus.gpu(name)
     assert gpu.sm_count and gpu.boost_ghz and gpu.l2_mb and gpu.tdp_w  # noqa: PT018
     assert gpu.architecture in ["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3"]
 
 
-def test_gpu_aliases() -> None:
+def test_gpu_aliases_resolve_to_catalog_names() -> None:
     known = {"H100": "H100-SXM", "A100": "A100-80", "RTX A6000": "A6000", "V100": "V100-16", "H20-NVL": "H20"}
     known |= {"rtx-4090": "RTX4090", "4090": "RTX4090", "a100-80gb-pcie": "A100-80-PCIe"}
     assert {spelling: gpus.canonical(spelling) for spelling in known} == known
 
 
-def test_unknown_names_suggest_the_nearest() -> None:
+def test_unknown_names_are_refused_with_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match="gpu: unknown 'L40'; did you mean 'L40S'?"):
         gpus.gpu("L40")
     with pytest.raises(UnknownNameError, match="did you mean 'Llama-3.1-8B'?"):
         models.model("lama-3.1-8b")
 
 
-def test_dense_rate_agrees_with_the_chip() -> None:
+def test_dense_rate_agrees_with_sm_count_and_clock() -> None:
     """SMs x clock x matrix operations per clock: catches a figure with sparsity or of CUDA cores.
 
     Operations per SM and clock with FP32 accumulation: 1024 on Volta, Turing and the professional Ampere
@@ -157,14 +157,14 @@ def printed(per_usd: float) -> str:
 
 
 @pytest.mark.parametrize("name", CAUCHY)
-def test_cauchy_table_1_from_its_own_figures(name: str) -> None:
+def test_cauchy_table_1_ratios_follow_from_its_own_figures(name: str) -> None:
     row = CAUCHY[name]
     assert printed(row.fp16_tflops * 3600 / row.price_usd_per_h) == row.tflop_per_usd
     assert printed(row.bandwidth_gb_per_s * 3600 / row.price_usd_per_h) == row.gb_per_usd
 
 
 @pytest.mark.parametrize("name", CAUCHY)
-def test_cauchy_table_1_from_the_catalog(name: str) -> None:
+def test_cauchy_table_1_agrees_with_the_catalog(name: str) -> None:
     """The catalog agrees with all six rows to the printed digits (the RTX 4090's 165.2 prints as 862K)."""
     row, gpu = CAUCHY[name], gpus.gpu(name)
     assert gpu.name == row.gpu
@@ -174,7 +174,7 @@ def test_cauchy_table_1_from_the_catalog(name: str) -> None:
     assert gpu.memory_gb == row.memory_gb
 
 
-def test_cauchy_prints_one_wrong_ratio() -> None:
+def test_cauchy_table_1_has_one_wrong_ratio() -> None:
     """165 / 1008 is 0.16; the table prints 0.21 for the RTX 4090, the ratio of the row above."""
     for name, row in CAUCHY.items():
         ratio = round(row.fp16_tflops / row.bandwidth_gb_per_s, 2)
@@ -182,7 +182,7 @@ def test_cauchy_prints_one_wrong_ratio() -> None:
     assert CAUCHY["RTX4090"].tflops_per_bandwidth == CAUCHY["A10"].tflops_per_bandwidth == 0.21
 
 
-def test_thunderserve_disagrees_where_the_doubt_says_so() -> None:
+def test_thunderserve_figures_agree_unless_doubt_is_noted() -> None:
     assert {name: row.gpu for name, row in THUNDERSERVE.items()}["3090Ti"] == "RTX3090Ti"
     for row in THUNDERSERVE.values():
         gpu = gpus.gpu(row.gpu)
@@ -196,7 +196,7 @@ def test_thunderserve_disagrees_where_the_doubt_says_so() -> None:
         assert gpus.gpu(name).fp16_tflops / THUNDERSERVE[name].fp16_tflops == pytest.approx(4, rel=0.01)
 
 
-def test_all_listed_nodes_are_built() -> None:
+def test_every_listed_node_type_can_be_built() -> None:
     assert len(nodes.names()) == 4 * len(gpus.names())
     for name in nodes.names():
         node = nodes.node_type(name)
@@ -206,29 +206,29 @@ def test_all_listed_nodes_are_built() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["2xL40S", "2xl40s", "L40S:2", " 2 x L40S ", "l40s-48gb:2", "2*L40S"])
-def test_spellings_of_one_node(spelling: str) -> None:
+def test_spellings_of_a_node_resolve_to_one_name(spelling: str) -> None:
     assert nodes.canonical(spelling) == "2xL40S"
     assert nodes.node_type(spelling) == nodes.node_type("2xL40S")
 
 
-def test_a_plain_gpu_is_one() -> None:
+def test_gpu_name_alone_is_a_node_with_one_gpu() -> None:
     assert nodes.canonical("h100") == "1xH100-SXM"
     assert nodes.node_type("3xL4").gpus == 3
 
 
 @pytest.mark.parametrize("count", [0, 9, 16, 10**30])
-def test_other_counts_are_refused(count: int) -> None:
+def test_node_with_an_invalid_gpu_count_is_refused(count: int) -> None:
     with pytest.raises(InputError, match="write 1 to 8"):
         nodes.node_type(f"{count}xL40S")
 
 
 @pytest.mark.parametrize("name", ["", "x", "2x", "xL40S", "2xFOO", "L40S:2:2", "2xL40S:2", "-1xL4", "nodes"])
-def test_malformed_names_say_what_to_write(name: str) -> None:
+def test_malformed_node_names_are_refused_with_a_hint(name: str) -> None:
     with pytest.raises(InputError, match=r"^node: .*(write|did you mean)"):
         nodes.node_type(name)
 
 
-def test_a_gpu_without_machines_or_with_an_unknown_link_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_node_data_or_with_an_unknown_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"links.toml": nodes.load_toml("links.toml"), "gpus.toml": {"gpu": {"L4": {}}}}
     monkeypatch.setattr(nodes, "load_toml", files.get)
     with pytest.raises(InputError, match=r"L4 has no machines; gpus.toml needs \[gpu.L4.node\]"):
@@ -239,7 +239,7 @@ def test_a_gpu_without_machines_or_with_an_unknown_link_is_told(monkeypatch: pyt
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_a_node_or_a_clean_error(name: str) -> None:
+def test_any_text_is_a_node_or_refused_in_one_line(name: str) -> None:
     try:
         node = nodes.node_type(name)
     except PotluckError as error:
@@ -249,7 +249,7 @@ def test_any_text_is_a_node_or_a_clean_error(name: str) -> None:
     assert 1 <= node.gpus <= 8
 
 
-def test_links_follow_the_hardware() -> None:
+def test_node_interconnects_follow_the_hardware() -> None:
     link = {name: nodes.node_type(name).interconnect for name in nodes.names()}
     assert (link["8xH100-SXM"].kind, link["8xH100-SXM"].gb_per_s) == ("nvswitch", 450)
     assert (link["8xA100-80"].kind, link["8xA100-80"].gb_per_s) == ("nvswitch", 300)
@@ -266,7 +266,7 @@ def test_links_follow_the_hardware() -> None:
     assert link["2xV100-16"].gb_per_s == pytest.approx(50, rel=1e-3)
 
 
-def test_listed_prices_of_one_region() -> None:
+def test_listed_price_is_found_by_node_and_region() -> None:
     price = prices.price_usd_per_h("8xH100", "aws/us-east-1")
     assert (price.price_usd_per_h, price.instance_type, price.basis) == (55.04, "p5.48xlarge", "listed")
     assert prices.price_usd_per_h("8xH100", "aws:us-east-1") == price
@@ -275,7 +275,7 @@ def test_listed_prices_of_one_region() -> None:
     assert prices.price_usd_per_h("L4", "gcp/us-central1").price_usd_per_h == pytest.approx(0.7068)
 
 
-def test_a_size_nobody_rents_is_derived_and_says_so() -> None:
+def test_price_of_an_unlisted_size_is_derived_and_marked() -> None:
     two = prices.price_usd_per_h("2xL40S", "us-east-2")
     four = prices.price_usd_per_h("4xL40S", "us-east-2")
     assert two.price_usd_per_h == pytest.approx(four.price_usd_per_h / 2, abs=1e-4)
@@ -285,7 +285,7 @@ def test_a_size_nobody_rents_is_derived_and_says_so() -> None:
     assert not three.listed
 
 
-def test_cheapest_anywhere_prefers_listed_and_leaves_papers_last() -> None:
+def test_cheapest_price_prefers_listed_ones_and_papers_last() -> None:
     for node in {price.node for price in prices.prices()}:
         best = prices.price_usd_per_h(node)
         same = [price for price in prices.prices() if price.node == node]
@@ -295,7 +295,7 @@ def test_cheapest_anywhere_prefers_listed_and_leaves_papers_last() -> None:
     assert prices.price_usd_per_h("H20").cloud == "paper-cauchy"  # listed nowhere else
 
 
-def test_a_gpu_has_a_price_or_says_that_it_has_none() -> None:
+def test_gpu_without_a_price_is_refused() -> None:
     priced = {nodes.parse(price.node)[1] for price in prices.prices()}
     assert len(priced) >= 30
     assert {"A800-SXM", "L20", "GB200", "MI325X"}.isdisjoint(priced)
@@ -307,7 +307,7 @@ def test_a_gpu_has_a_price_or_says_that_it_has_none() -> None:
                 prices.price_usd_per_h(f"8x{name}")
 
 
-def test_unknown_region_and_missing_spot_price() -> None:
+def test_unknown_region_and_missing_spot_price_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'us-east-1'"):
         prices.price_usd_per_h("L4", "us-est-1")
     with pytest.raises(InputError, match="no spot price for 1xRTX4090"):
@@ -315,7 +315,7 @@ def test_unknown_region_and_missing_spot_price() -> None:
     assert prices.in_region("aws/ap-northeast-2")
 
 
-def test_cauchy_prices_are_there() -> None:
+def test_cauchy_paper_prices_are_in_the_catalog() -> None:
     rows = load_toml("gpus.toml")["paper"]["cauchy"].values()
     for row in (row for row in rows if isinstance(row, dict)):
         assert prices.price_usd_per_h(row["gpu"], "paper-cauchy").price_usd_per_h == row["price_usd_per_h"]
@@ -329,20 +329,20 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("name", "means"), PUBLISHED.items())
-def test_means_are_the_published_ones(name: str, means: tuple[float, float]) -> None:
+def test_workload_means_are_the_published_ones(name: str, means: tuple[float, float]) -> None:
     lengths = named_workloads.workload(name).lengths
     assert lengths.prompt.mean_tokens == pytest.approx(means[0], rel=1e-3, abs=0.5)
     assert lengths.output.mean_tokens == pytest.approx(means[1], rel=1e-3, abs=0.5)
 
 
-def test_prfaas_is_the_law_it_prints() -> None:
+def test_prfaas_workload_has_the_published_distribution() -> None:
     lengths = named_workloads.workload("prfaas").lengths
     assert lengths.prompt == LogNormal(9.9, 1.0, 128, 131072)
     assert lengths.prompt.mean_tokens == pytest.approx(27_000, rel=0.03)
     assert lengths.output == Fixed(1024)
 
 
-def test_medians_of_azure_are_those_that_thunderserve_prints() -> None:
+def test_azure_output_medians_are_those_of_thunderserve() -> None:
     rng = np.random.default_rng(0)
     for name, median in (("coding", 13), ("conversation", 129)):
         prompt, output = draw(rng, named_workloads.workload(name).lengths, 100_000)
@@ -351,7 +351,7 @@ def test_medians_of_azure_are_those_that_thunderserve_prints() -> None:
 
 
 @pytest.mark.parametrize("name", named_workloads.names())
-def test_what_is_drawn_has_the_mean_of_its_law(name: str) -> None:
+def test_drawn_workload_lengths_have_the_distribution_mean(name: str) -> None:
     lengths = named_workloads.workload(name).lengths
     prompt, output = draw(np.random.default_rng(1), lengths, 100_000)
     for drawn, law in ((prompt, lengths.prompt), (output, lengths.output)):
@@ -359,21 +359,21 @@ def test_what_is_drawn_has_the_mean_of_its_law(name: str) -> None:
         assert drawn.mean() == pytest.approx(law.mean_tokens, abs=5 * error + 1e-9)
 
 
-def test_names_and_aliases() -> None:
+def test_workload_names_and_aliases_are_resolved() -> None:
     assert named_workloads.canonical("Azure_Conversation") == "azure-conv"
     assert named_workloads.workload("ThunderServe coding").gap_cv == 1.0
     with pytest.raises(UnknownNameError, match="did you mean 'sharegpt'"):
         named_workloads.workload("shargpt")
 
 
-def test_a_likeness_keeps_the_other_entrys_source() -> None:
+def test_derived_workload_keeps_the_source_of_its_base() -> None:
     figures = {figure.field: figure for figure in named_workloads.facts("cronus").figures}
     assert figures["mean_input_tokens"].source.id == "cronus"
     assert figures["input_law"].source.id == "azure-llm-2023"
     assert named_workloads.facts("dailymail").assumed
 
 
-def test_the_catalog_command() -> None:
+def test_catalog_workloads_command_lists_and_shows_entries() -> None:
     def run(*arguments: str) -> str:
         result = CliRunner().invoke(catalog, ("workloads", *arguments), catch_exceptions=False)
         assert result.exit_code == 0

@@ -25,7 +25,7 @@ def run_json(*arguments: str) -> Any:
     return json.loads(run(*arguments, "--json"))
 
 
-def test_lists_name_every_entry_in_full() -> None:
+def test_catalog_lists_show_every_entry() -> None:
     table = run("gpus")
     assert all(name in table for name in gpus.names())
     table = run("models")
@@ -34,7 +34,7 @@ def test_lists_name_every_entry_in_full() -> None:
     assert all(price.node in table for price in prices.prices())
 
 
-def test_json_lists() -> None:
+def test_catalog_json_lists_every_entry_with_sources() -> None:
     assert [entry["name"] for entry in run_json("gpus")] == list(gpus.names())
     listed = {entry["name"]: entry for entry in run_json("models")}
     assert listed["Llama-3.1-8B"]["derived"]["kv_bytes_per_token"] == 131072
@@ -44,7 +44,7 @@ def test_json_lists() -> None:
             assert figure["source"]
 
 
-def test_one_gpu_shows_sources_and_doubt() -> None:
+def test_catalog_gpu_page_shows_sources_and_doubt() -> None:
     text = run("gpus", "rtx-a6000")
     assert "154.8" in text
     assert "llm-analysis" in text
@@ -56,14 +56,14 @@ def test_one_gpu_shows_sources_and_doubt() -> None:
     assert "from memory" in run("gpus")
 
 
-def test_nodes_show_their_links() -> None:
+def test_catalog_node_page_shows_its_links() -> None:
     assert "nvswitch" in run("nodes")
     one = run_json("nodes", "2xa40")
     assert one["figures"]["interconnect"]["value"] == "nvlink-bridge-ga102"
     assert "bridge" in one["doubt"]
 
 
-def test_one_model_shows_what_is_assumed() -> None:
+def test_catalog_model_page_marks_assumed_fields() -> None:
     text = run("models", "ring-2.5-1t")
     assert "(assumed)" in text
     assert "Assumed: vocab" in text
@@ -73,7 +73,7 @@ def test_one_model_shows_what_is_assumed() -> None:
     assert one["derived"]["layers"] == 80
 
 
-def test_price_filters() -> None:
+def test_catalog_prices_are_filtered_by_node_gpu_and_region() -> None:
     result = run_json("prices", "--node", "8xH100", "--region", "aws/us-east-1")
     assert [price["price_usd_per_h"] for price in result] == [55.04]
     result = run_json("prices", "--gpu", "l40s")
@@ -81,7 +81,7 @@ def test_price_filters() -> None:
     assert "No such price" in run("prices", "--node", "L20")
 
 
-def test_the_catalog_loads_without_heavy_packages() -> None:
+def test_catalog_loads_without_heavy_packages() -> None:
     """Short commands start often: neither pydantic, yaml, numpy nor rich may come with the data."""
     script = (
         "import sys; from potluck.catalog import gpus, huggingface, models, nodes, prices\n"
@@ -101,6 +101,8 @@ def test_the_catalog_loads_without_heavy_packages() -> None:
         (("prices", "--region", "mars"), UnknownNameError),
     ],
 )
-def test_bad_names_reach_the_main_command(arguments: tuple[str, ...], error: type[Exception]) -> None:
+def test_unknown_catalog_names_raise_errors_for_the_main_command(
+    arguments: tuple[str, ...], error: type[Exception]
+) -> None:
     with pytest.raises(error):
         run(*arguments)

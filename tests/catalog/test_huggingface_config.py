@@ -71,14 +71,14 @@ def read(values: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
-def test_every_family_reads_a_small_config(kind: str) -> None:
+def test_every_model_family_reads_a_small_config(kind: str) -> None:
     model = read(config(kind))
     assert model.layer_count == 4
     assert memory.parameters(model) > 0
     assert memory.kv_bytes(model, 100) > 0
 
 
-def test_windows() -> None:
+def test_sliding_windows_are_read_per_family_and_layer() -> None:
     def windows(values: dict[str, Any]) -> list[int | None]:
         return [layer.attention.window for layer in read(values).layers]
 
@@ -94,7 +94,7 @@ def test_windows() -> None:
     assert windows(config("mimo_v2_flash")) == [None, 16, 16, None]
 
 
-def test_parts_of_the_stack() -> None:
+def test_attention_and_ffn_kinds_are_read_per_layer() -> None:
     kimi = read(config("kimi_linear"))
     assert [type(layer.attention) for layer in kimi.layers] == [LinearAttention] * 3 + [LatentAttention]
     assert [isinstance(layer.ffn, MoeFfn) for layer in kimi.layers] == [False, True, True, True]
@@ -107,7 +107,7 @@ def test_parts_of_the_stack() -> None:
     assert [isinstance(layer.attention, FullAttention) for layer in hybrid.layers] == [False, True] * 2
 
 
-def test_text_part_of_a_multimodal_file() -> None:
+def test_text_part_of_a_multimodal_config_is_read() -> None:
     inner = config("qwen3_5_moe_text", dtype="bfloat16")
     outer = {"model_type": "qwen3_5_moe", "text_config": inner, "tie_word_embeddings": True}
     model = read(outer)
@@ -124,12 +124,14 @@ def test_text_part_of_a_multimodal_file() -> None:
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}, }, 4.5, 4.5, ),
     ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 8, 8), ],
 )  # fmt: skip
-def test_quantisation(scheme: dict[str, Any], weight: float, expert: float) -> None:
+def test_quantization_config_sets_weight_and_expert_bits(
+    scheme: dict[str, Any], weight: float, expert: float
+) -> None:
     model = read(config("qwen3_moe", quantization_config=scheme, torch_dtype="bfloat16"))
     assert (model.weight_bits, model.expert_bits, model.kv_bits) == (weight, expert, 16)
 
 
-def test_widths_of_plain_files() -> None:
+def test_dtype_and_kv_cache_scheme_set_bits() -> None:
     assert read(config(torch_dtype="float32")).weight_bits == 32
     assert read(config(dtype="float16")).kv_bits == 16
     eight = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
@@ -141,7 +143,7 @@ def _write(folder: Path, values: object) -> Path:
     return folder
 
 
-def test_directory_and_file(tmp_path: Path) -> None:
+def test_model_is_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
     _write(folder, config())
@@ -151,7 +153,7 @@ def test_directory_and_file(tmp_path: Path) -> None:
     assert huggingface.read_model(tmp_path / "other.json").name == "other"
 
 
-def test_missing_layers_is_one_clear_line(tmp_path: Path) -> None:
+def test_missing_layer_count_is_refused_in_one_line(tmp_path: Path) -> None:
     values = config()
     del values["num_hidden_layers"]
     with pytest.raises(InputError) as caught:
@@ -180,7 +182,7 @@ def test_missing_layers_is_one_clear_line(tmp_path: Path) -> None:
     ({"model_type": "qwen2", "layer_types": "full"}, "layer_types must be a list"),
     ({"model_type": "deepseek_v3", "kv_lora_rank": None}, "kv_lora_rank is missing"), ],
 )  # fmt: skip
-def test_wrong_values_name_the_key(changes: dict[str, Any], message: str) -> None:
+def test_invalid_config_values_are_refused_by_key(changes: dict[str, Any], message: str) -> None:
     kind = changes.get("model_type", "llama")
     values = config(kind if isinstance(kind, str) else "llama", **changes)
     with pytest.raises(InputError) as caught:
@@ -189,7 +191,7 @@ def test_wrong_values_name_the_key(changes: dict[str, Any], message: str) -> Non
     assert message in str(caught.value)
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_config_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with pytest.raises(InputError, match="has no config.json"):
         huggingface.read_model(tmp_path)
@@ -224,7 +226,9 @@ KEYS = sorted({key for kind in FAMILIES for key in config(kind)} | set(MORE_KEYS
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 @given(changes=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3), dropped=st.sampled_from(KEYS))
-def test_no_config_gives_a_traceback(kind: str, changes: dict[str, Any], dropped: str) -> None:
+def test_any_changed_config_is_read_or_refused_in_one_line(
+    kind: str, changes: dict[str, Any], dropped: str
+) -> None:
     values = config(kind)
     values.pop(dropped, None)
     values.update(changes)
@@ -239,7 +243,7 @@ def test_no_config_gives_a_traceback(kind: str, changes: dict[str, Any], dropped
 
 
 @given(JSON)
-def test_no_document_gives_a_traceback(document: object) -> None:
+def test_any_json_document_is_refused_as_config_without_traceback(document: object) -> None:
     if not isinstance(document, dict):
         return
     with pytest.raises(InputError):
@@ -263,7 +267,7 @@ CASES: list[tuple[dict[str, Any], str, str | None, str | None]] = [
 
 
 @pytest.mark.parametrize(("scheme", "words", "weights", "experts"), CASES, ids=[case[1] for case in CASES])
-def test_the_format_is_told(
+def test_weight_format_is_recognised_from_the_config(
     scheme: dict[str, Any], words: str, weights: str | None, experts: str | None
 ) -> None:
     quantised = quantised_of(scheme, 16.0, words)

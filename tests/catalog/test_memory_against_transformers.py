@@ -41,7 +41,7 @@ def _growing(config: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIG_CLASSES)
-def test_parameter_count_equals_transformers(name: str) -> None:
+def test_parameter_count_equals_that_of_transformers(name: str) -> None:
     model = models.model(name)
     built = _built(reference_config(model), "meta")
     tensors = sum(parameter.numel() for parameter in built.parameters())
@@ -61,7 +61,7 @@ def test_catalog_model_survives_config_json(name: str, tmp_path: Path) -> None:
     assert replace(read, **bits) == model
 
 
-def test_published_config_spellings(tmp_path: Path) -> None:
+def test_published_config_key_variants_are_read(tmp_path: Path) -> None:
     """MiMo's and Kimi's own files use other keys than transformers writes."""
     mimo = models.model("MiMo-V2-Flash")
     config = json.loads(reference_config(mimo).to_json_string(use_diff=False))
@@ -169,7 +169,7 @@ def test_growing_cache_drops_one_more_window_token() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-397B-A17B", "Kimi-Linear-48B-A3B"])
-def test_linear_state_equals_the_cache(name: str) -> None:
+def test_linear_state_size_equals_the_transformers_cache(name: str) -> None:
     """The recurrent state is held in 32 bits; transformers keeps one more conv input than is needed."""
     model = _narrow(models.model(name), 4)
     cache = _after(model, 9, _growing)
@@ -204,7 +204,7 @@ def _states(held: Any) -> tuple[int, int]:
     return total(held.recurrent_states), total(held.conv_states)
 
 
-def test_latent_attention_counts_the_latent() -> None:
+def test_latent_attention_counts_only_the_latent() -> None:
     """transformers expands MLA's cache to full heads; serving engines keep the latent, as we count."""
     model = models.model("DeepSeek-V3")
     assert isinstance(model.layers[0].attention, LatentAttention)

@@ -51,7 +51,7 @@ def aws(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_cheapest_machine_counts_and_the_median_of_spot(aws: Path) -> None:
+def test_skypilot_price_is_the_cheapest_machine_and_the_median_spot(aws: Path) -> None:
     result = {(price.node, price.region): price for price in read(aws).prices}
     assert result.keys() == {("1xL4", "us-east-1"), ("4xL4", "us-east-1"), ("8xA100-40", "us-west-2")}
     small = result["1xL4", "us-east-1"]
@@ -60,7 +60,7 @@ def test_the_cheapest_machine_counts_and_the_median_of_spot(aws: Path) -> None:
     assert result["4xL4", "us-east-1"].spot_usd_per_h is None
 
 
-def test_what_is_left_out_is_listed_with_the_reason(aws: Path) -> None:
+def test_skypilot_rows_left_out_are_listed_with_the_reason(aws: Path) -> None:
     assert dict(read(aws).left_out) == {
         "L4: a part of a GPU": 1,
         "Inferentia2: unknown to the catalog": 2,
@@ -75,7 +75,7 @@ def test_what_is_left_out_is_listed_with_the_reason(aws: Path) -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["L4", "A100", "TPU", ""]), st.sampled_from(["1", "8", "0.5", "16"])))
 )
-def test_every_row_with_an_accelerator_is_a_price_or_left_out(
+def test_every_skypilot_accelerator_row_is_a_price_or_left_out(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
 ) -> None:
     path = tmp_path_factory.mktemp("sky") / "gcp.csv"
@@ -88,7 +88,7 @@ def test_every_row_with_an_accelerator_is_a_price_or_left_out(
     assert all(price.cloud == "gcp" for price in received.prices)
 
 
-def test_the_newest_of_what_is_installed_is_read(aws: Path, tmp_path: Path) -> None:
+def test_newest_installed_skypilot_catalog_is_read(aws: Path, tmp_path: Path) -> None:
     old = tmp_path / "v5" / "aws" / "vms.csv"
     old.parent.mkdir(parents=True)
     old.write_text("nothing", encoding="utf-8")
@@ -108,7 +108,7 @@ def test_the_newest_of_what_is_installed_is_read(aws: Path, tmp_path: Path) -> N
         (AWS.replace("0.9776", "free"), "vms.csv line 5: Price: must be a number from 0, is 'free'"),
     ],
 )
-def test_another_file_is_refused_in_one_line(aws: Path, text: str, says: str) -> None:
+def test_file_that_is_no_skypilot_catalog_is_refused_in_one_line(aws: Path, text: str, says: str) -> None:
     aws.write_text(text, encoding="utf-8")
     with pytest.raises(FormatError, match=says):
         read(aws)
@@ -116,7 +116,7 @@ def test_another_file_is_refused_in_one_line(aws: Path, text: str, says: str) ->
     assert CALLED["A100"] == "A100-40"
 
 
-def test_a_spec_gets_offers_that_a_plan_takes(
+def test_skypilot_prices_become_market_offers_that_a_plan_uses(
     aws: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec, market = tmp_path / "potluck.yaml", tmp_path / "market.yaml"
