@@ -39,7 +39,7 @@ def clean(tab: Tab, url: str) -> None:
     }
 
 
-def test_a_live_request_is_a_waterfall_from_queue_to_decode(lab: Lab) -> None:
+def test_live_request_waterfall_shows_queue_prefill_and_decode(lab: Lab) -> None:
     async def run() -> tuple[list[str], str, str]:
         async with lab.browser.tab(lab.url, 1440, 2600) as tab:
             await live(tab)
@@ -61,7 +61,7 @@ def test_a_live_request_is_a_waterfall_from_queue_to_decode(lab: Lab) -> None:
     assert "computes" in steps
 
 
-def test_a_killed_replica_turns_red_and_its_requests_move(lab: Lab) -> None:
+def test_killed_replica_turns_red_and_its_requests_move(lab: Lab) -> None:
     """By keyboard alone: the tile, its order, and the question whether it is meant."""
 
     async def run() -> tuple[str, str, str, str]:
@@ -103,7 +103,7 @@ def test_a_killed_replica_turns_red_and_its_requests_move(lab: Lab) -> None:
     assert "is lost" in event
 
 
-def test_a_chat_answer_shows_its_route_and_markup_stays_text(lab: Lab) -> None:
+def test_chat_answer_shows_its_route_and_escapes_markup(lab: Lab) -> None:
     async def run() -> tuple[str, str, Any, int]:
         async with lab.browser.tab(lab.url, 1440, 2600) as tab:
             await live(tab)
@@ -125,7 +125,7 @@ def test_a_chat_answer_shows_its_route_and_markup_stays_text(lab: Lab) -> None:
     assert way
 
 
-def test_names_and_notes_are_text_too(lab: Lab) -> None:
+def test_names_and_notes_are_escaped(lab: Lab) -> None:
     async def run() -> tuple[str, Any]:
         async with lab.browser.tab(lab.url, 1440, 2600) as tab:
             await live(tab)
@@ -138,7 +138,7 @@ def test_names_and_notes_are_text_too(lab: Lab) -> None:
     assert lab.run(run()) == (NASTY, None)
 
 
-def test_without_the_key_nothing_can_be_changed(lab: Lab) -> None:
+def test_page_without_the_key_cannot_change_anything(lab: Lab) -> None:
     tries = """Promise.all(['POST /drain', 'POST /cordon', 'POST /flip', 'POST /kill', 'POST /note', 'PUT /plan',
       'PUT /fleet', 'PUT /market'].map((each) => fetch(each.split(' ')[1], {method: each.split(' ')[0],
       body: '{"replica": "x", "what": "x"}'}).then((said) => said.status)))"""
@@ -160,7 +160,7 @@ def test_without_the_key_nothing_can_be_changed(lab: Lab) -> None:
     assert orders() == before
 
 
-def test_a_moment_of_the_past_has_an_address(lab: Lab) -> None:
+def test_past_moment_has_an_address(lab: Lab) -> None:
     async def run() -> tuple[str, str]:
         page_stream = lab.stage.operators.page.show
         while page_stream.moment(0.0) is None:
@@ -179,7 +179,7 @@ def test_a_moment_of_the_past_has_an_address(lab: Lab) -> None:
     assert left == ""
 
 
-def test_the_log_is_filtered_and_a_moment_is_shared_while_requests_come(lab: Lab) -> None:
+def test_event_log_is_filtered_and_a_moment_is_shared_under_load(lab: Lab) -> None:
     """By keyboard: a word, then a kind; then the address of now, which another tab opens."""
     lines = "all('#event-list .event .what').map((each) => each.textContent)"
 
@@ -223,7 +223,7 @@ def test_the_log_is_filtered_and_a_moment_is_shared_while_requests_come(lab: Lab
     assert then.startswith("as it was at ")
 
 
-def test_a_word_is_explained_where_it_stands_by_keyboard(lab: Lab) -> None:
+def test_glossary_term_is_explained_in_place_by_keyboard(lab: Lab) -> None:
     async def run() -> tuple[str, str, bool]:
         async with lab.browser.tab(lab.url) as tab:
             await live(tab)
@@ -239,7 +239,7 @@ def test_a_word_is_explained_where_it_stands_by_keyboard(lab: Lab) -> None:
     assert lab.run(run()) == ("requests a second that kept the objective", "goodput", True)
 
 
-def test_fifty_updates_a_second_are_drawn_a_few_times_a_second(lab: Lab) -> None:
+def test_fifty_updates_per_second_are_drawn_a_few_times_per_second(lab: Lab) -> None:
     """All of them count; what is drawn does not grow with them."""
     script = """(async () => {
       const { state, news } = await import('/page/state.js');
@@ -298,7 +298,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 390)])
-def test_axe_finds_nothing_serious(lab: Lab, axe: str, theme: str, width: int) -> None:
+def test_axe_finds_no_serious_problem(lab: Lab, axe: str, theme: str, width: int) -> None:
     look = """axe.run(document).then((said) => said.violations.map((each) => each.impact + ': ' + each.id + ': '
       + each.nodes.map((node) => node.html.slice(0, 120) + ' ' + (node.any[0]?.message ?? '')).slice(0, 3).join()))"""
 
@@ -314,7 +314,7 @@ def test_axe_finds_nothing_serious(lab: Lab, axe: str, theme: str, width: int) -
     assert lab.run(run()) == []
 
 
-def test_all_controls_are_reached_with_the_tab_key(lab: Lab) -> None:
+def test_every_control_is_reached_with_the_tab_key(lab: Lab) -> None:
     mark = """all('button, select, input, textarea').filter((each) => !each.disabled && !each.closest('dialog, #fall')
       && each.checkVisibility({visibilityProperty: true})).map((each, at) => each.dataset.mark = String(at))"""
 
@@ -337,7 +337,7 @@ def test_all_controls_are_reached_with_the_tab_key(lab: Lab) -> None:
     assert wanted <= reached
 
 
-def test_it_is_readable_on_a_phone(lab: Lab) -> None:
+def test_page_fits_the_width_of_a_phone(lab: Lab) -> None:
     async def run() -> tuple[int, int]:
         async with lab.browser.tab(lab.url, 390, 844) as tab:
             await live(tab)
@@ -347,6 +347,6 @@ def test_it_is_readable_on_a_phone(lab: Lab) -> None:
     assert wide <= window, "nothing sticks out to the side"
 
 
-def test_the_whole_page_is_small() -> None:
+def test_page_files_stay_below_their_size_limit() -> None:
     folder = Path(__file__).parents[2] / "src" / "potluck" / "gateway" / "page" / "data"
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 300_000

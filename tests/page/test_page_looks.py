@@ -65,7 +65,7 @@ def on_page(lab: Lab, what: Any, width: int = 1440) -> Any:
     return lab.run(run())
 
 
-def test_what_a_copy_does_is_said_by_its_roles(lab: Lab) -> None:
+def test_deployments_are_described_by_their_roles(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
         await tab.until("all('#deployments tbody th').length === 4")
         return await tab.run(DOING), dict(await tab.run(DEPLOYED))
@@ -83,7 +83,7 @@ def test_what_a_copy_does_is_said_by_its_roles(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("width", [1440, 390])
-def test_rows_fill_their_lanes_and_every_arc_has_ends_of_its_own(lab: Lab, width: int) -> None:
+def test_kv_arcs_have_separate_ends_within_their_lanes(lab: Lab, width: int) -> None:
     """All who compute prompts hand on to all who write answers, as in a busy fleet."""
 
     async def run(tab: Tab) -> Any:
@@ -112,7 +112,7 @@ def test_rows_fill_their_lanes_and_every_arc_has_ends_of_its_own(lab: Lab, width
     assert all(title.endswith("2.0 Gbit/s") for title in titles)
 
 
-def test_replica_tile_shows_prompt_and_output_tokens_per_s_apart(lab: Lab) -> None:
+def test_replica_tile_shows_prompt_and_output_tokens_per_s_separately(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
         load = asyncio.ensure_future(lab.stage.flood(15.0, 60.0, 10))
         try:
@@ -129,7 +129,7 @@ def test_replica_tile_shows_prompt_and_output_tokens_per_s_apart(lab: Lab) -> No
         assert named == kinds[role], rate
 
 
-def test_names_of_levels_stand_beside_the_points_and_a_spike_is_cut_and_told(lab: Lab) -> None:
+def test_plot_labels_do_not_overlap_and_a_clipped_spike_is_noted(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
         lab.stage.operators.page.show._rest()
         await tab.run(STILL % POINTS)
@@ -181,7 +181,7 @@ def test_every_colour_has_one_meaning(lab: Lab) -> None:
         assert len({colours[0] for colours in result.values()}) == len(meanings), (theme, result)
 
 
-def test_a_refused_request_says_why(lab: Lab) -> None:
+def test_refused_request_shows_its_reason(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
         brain_loop = lab.stage.core.brain_loop
         request = Request("refused-1", "chat", brain_loop.now_s(), 500, 10)
@@ -197,7 +197,7 @@ def test_a_refused_request_says_why(lab: Lab) -> None:
     ]
 
 
-def test_the_story_heads_savings_only_where_there_were_some_and_names_replicas_as_people_do(lab: Lab) -> None:
+def test_demo_story_shows_savings_only_where_there_were_some(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
         say = lab.stage.core.decision_log.say
         say("act", "A burst", "2 times as many chats arrive.")
@@ -220,7 +220,7 @@ def test_the_story_heads_savings_only_where_there_were_some_and_names_replicas_a
     assert second[-1] == ["What it saved", "The fleet costs $1 less."]
 
 
-def test_notices_are_a_strip_below_the_head(lab: Lab) -> None:
+def test_notices_are_shown_below_the_page_head(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
         hidden = await tab.run("one('#notices').hidden")
         snapshot = lab.stage.operators.page.show._snapshot
@@ -235,7 +235,7 @@ def test_notices_are_a_strip_below_the_head(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_gateway_that_was_stopped_says_goodbye_and_one_that_is_lost_is_red(lab: Lab, said: bool) -> None:
+def test_stopped_gateway_shows_an_end_note_and_a_lost_one_is_red(lab: Lab, said: bool) -> None:
     async def run() -> Any:
         async with stage() as (made, url), lab.browser.tab(url) as tab:
             await live(tab)
@@ -344,7 +344,7 @@ def test_ttft_p90_tile_is_the_last_point_of_its_labelled_plot(lab: Lab) -> None:
     ]
 
 
-def test_tile_and_plot_of_the_same_figure_change_in_the_same_frame(lab: Lab) -> None:
+def test_tile_and_plot_of_a_figure_change_in_the_same_frame(lab: Lab) -> None:
     script = """import('/page/state.js').then(async ({ state, news }) => {
       const frame = () => new Promise(requestAnimationFrame);
       const box = all('.figure').find((each) => each.textContent.startsWith('TTFT p90'));
@@ -411,7 +411,7 @@ def test_sections_below_the_fold_are_drawn_for_full_page_captures(lab: Lab) -> N
     assert capture
 
 
-def test_whole_state_is_drawn_at_once_below_the_fold(lab: Lab) -> None:
+def test_whole_state_below_the_fold_is_drawn_at_once(lab: Lab) -> None:
     """As for a capture that comes right after the page was opened."""
     script = """import('/page/state.js').then(async ({ state, news, whole }) => {
       const row = Object.values(state.tables.tenants)[0];
@@ -433,7 +433,7 @@ def test_whole_state_is_drawn_at_once_below_the_fold(lab: Lab) -> None:
     assert drawn, "before any frame"
 
 
-def test_print_draws_every_section_as_it_is_at_that_moment(lab: Lab) -> None:
+def test_printing_draws_every_section_in_its_current_state(lab: Lab) -> None:
     change = """import('/page/state.js').then(({ state, news }) => {
       const tenants = { 'printed tenant': { ...Object.values(state.tables.tenants)[0] } };
       news({ at_s: state.at_s, set: { plan: { now: { version: 77 } }, tenants } });

@@ -24,7 +24,7 @@ from potluck.gateway.values import RequestOutcome
 MODEL = "chat"
 
 
-def test_unwatched_only_some_are_followed_and_no_more_than_a_bound_is_kept() -> None:
+def test_unwatched_page_follows_a_bounded_number_of_requests() -> None:
     fall = Waterfall(0.0)
 
     def ends(name: str, at_s: float) -> None:
@@ -46,7 +46,7 @@ def test_unwatched_only_some_are_followed_and_no_more_than_a_bound_is_kept() -> 
     assert fall.changed() == {}
 
 
-def test_rates_hold_what_was_added_and_fade() -> None:
+def test_page_rates_decay_over_their_window() -> None:
     rates: Rates[str] = Rates(4.0, 0.01)
     rates.look(1e9)
     rates.add("a", 8.0)
@@ -57,7 +57,7 @@ def test_rates_hold_what_was_added_and_fade() -> None:
     assert later[-1] == 0.0
 
 
-def test_a_link_is_as_busy_as_what_crossed_it_lately() -> None:
+def test_link_utilization_on_the_page_decays_without_traffic() -> None:
     def links(used: float) -> tuple[LinkReported, ...]:
         return (LinkReported("east", "west", used, 0.0, 10.0),)
 
@@ -88,7 +88,7 @@ def outcome(
     )
 
 
-def test_point_percentile_covers_exactly_its_window() -> None:
+def test_plot_point_percentile_covers_exactly_its_window() -> None:
     history, models = PageHistory({}), {"models": {MODEL: {"usd_per_h": 1.0}}}
     for ttft_s in [5.0] * 3 + [0.1] * 7:
         history.told(outcome(ttft_s=ttft_s))
@@ -101,7 +101,7 @@ def test_point_percentile_covers_exactly_its_window() -> None:
     assert p90_s == [5.0] * points_in_window + [0.2], "3 of 10 to 3 of 16 were slow, then none"
 
 
-def test_last_minute_percentile_is_of_its_requests_not_a_mean_of_percentiles() -> None:
+def test_last_minute_percentile_is_of_its_requests() -> None:
     history, models = PageHistory({}), {"models": {MODEL: {"usd_per_h": 1.0}}}
     for _ in range(99):
         history.told(outcome(ttft_s=0.1))
@@ -147,7 +147,7 @@ def test_refusal_groups_beyond_the_limit_are_one_row() -> None:
     assert sum(row["count"] for row in rows.values()) == sum(range(1, MOST_REFUSAL_GROUPS + 6))
 
 
-def test_refusal_detail_is_known_of_requests_that_are_not_followed_and_bounded() -> None:
+def test_refusal_details_of_unfollowed_requests_are_kept_and_bounded() -> None:
     fall = Waterfall(0.0)
     for at in range(MOST_REFUSAL_DETAILS + 50):
         request = Request(f"r{at}", MODEL, 5.0, 10, 1, tenant=f"t{at}")

@@ -48,7 +48,7 @@ def applied(before: Any, changed: Any, gone: Any) -> Any:
 
 
 @given(tables, tables)
-def test_what_changed_makes_the_old_the_new(before: Any, after: Any) -> None:
+def test_applied_page_changes_give_the_new_state(before: Any, after: Any) -> None:
     """Of tables that stay; a row keeps its fields for life, as the sight's do."""
     after = {**{table: {} for table in before}, **after}
     for table, mine in after.items():
@@ -70,7 +70,7 @@ def told(
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1), st.sampled_from([0.5, 0.9]))
-def test_quantiles_are_the_smallest_value_with_enough_below(values: list[float], share: float) -> None:
+def test_page_quantile_is_the_smallest_value_with_enough_below(values: list[float], share: float) -> None:
     result = quantile(sorted(values), share)
     rounded = sorted(round(value, 5) for value in values)
     assert result == next(item for at, item in enumerate(rounded, 1) if at >= share * len(rounded) - 1e-9), (
@@ -78,7 +78,7 @@ def test_quantiles_are_the_smallest_value_with_enough_below(values: list[float],
     )
 
 
-def test_an_hour_counts_what_was_in_time_and_forgets_what_is_older() -> None:
+def test_page_history_counts_attainment_and_drops_old_points() -> None:
     hour = PageHistory({"m": Slo(1.0, 0.1)})
     models = {"models": {"m": {"usd_per_h": 3.6}}}
     for item in (told("m", 0.0, 0.5, 0.05), told("m", 0.0, 2.0, 0.05), told("m", 0.0, 0.5, 0.2)):
@@ -115,7 +115,9 @@ def on_stage(what: Callable[[Stage, str, ClientSession], Awaitable[Any]], key: s
     return asyncio.run(run())
 
 
-def test_all_who_watch_read_the_same_bytes_and_nobody_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_watchers_get_the_same_bytes_and_none_are_built_unwatched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made_of: list[str] = []
     real = showing.message
     monkeypatch.setattr(showing, "message", lambda kind, what: made_of.append(kind) or real(kind, what))
@@ -146,7 +148,7 @@ def body(said: bytes) -> Any:
     return json.loads(said.split(b"\n\n")[0].split(b"data: ")[1])
 
 
-def test_who_reads_too_slowly_is_given_the_whole_again() -> None:
+def test_slow_page_reader_gets_the_whole_state_again() -> None:
     async def run() -> None:
         page_reader = PageReader()
         for at in range(showing.MOST_MESSAGES + 1):
@@ -159,7 +161,7 @@ def test_who_reads_too_slowly_is_given_the_whole_again() -> None:
     asyncio.run(run())
 
 
-def test_a_request_is_a_row_with_its_times_in_order() -> None:
+def test_request_row_has_its_times_in_order() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> Any:
         page_reader = made.operators.page.show.watch()
         assert page_reader is not None
@@ -185,7 +187,7 @@ async def whole(client: ClientSession, url: str) -> Any:
         return body(await answer.content.readuntil(b"\n\n"))
 
 
-def test_requests_from_before_anybody_watched_are_in_the_first_message() -> None:
+def test_first_page_message_has_earlier_requests() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> Any:
         names = [made.send(200, 4) for _ in range(3)]
         while made.open_requests:
@@ -201,7 +203,7 @@ def test_requests_from_before_anybody_watched_are_in_the_first_message() -> None
     ("note", "said"),
     [(None, showing.STOPPED), (("The demo is over.", "Bye."), ("The demo is over.", "Bye."))],
 )
-def test_the_last_line_of_a_gateway_that_ends_is_a_goodbye(
+def test_stopping_gateway_ends_the_page_stream_with_a_bye_event(
     note: tuple[str, str] | None, said: tuple[str, str]
 ) -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> Any:
@@ -222,7 +224,7 @@ def test_the_last_line_of_a_gateway_that_ends_is_a_goodbye(
     assert body(last + b"\n\n") == {"what": said[0], "why": said[1]}
 
 
-def test_who_is_followed_by_another_gateway_says_no_goodbye() -> None:
+def test_gateway_with_a_successor_sends_no_bye_event() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> bytes:
         async with client.get(f"{url}/live") as answer:
             await answer.content.readuntil(b"\n\n")
@@ -233,7 +235,7 @@ def test_who_is_followed_by_another_gateway_says_no_goodbye() -> None:
         on_stage(run)
 
 
-def test_notices_and_tokens_are_in_what_is_sent() -> None:
+def test_page_stream_has_notices_and_token_rates() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> Any:
         made.operators.page.show._tables(0.0)  # what was made before the first look counts for nothing
         made.send(300, 40)
@@ -251,7 +253,7 @@ def test_notices_and_tokens_are_in_what_is_sent() -> None:
     assert any("Mock engines" in line for line in notices(core, GatewaySettings(mock_engines=True)))
 
 
-def test_reading_is_open_here_and_orders_never_are() -> None:
+def test_local_page_can_be_read_without_a_key_but_orders_need_it() -> None:
     async def asked(client: ClientSession, method: str, url: str, **headers: str) -> int:
         async with client.request(
             method, url, data=b"{}" if method != "GET" else None, headers=headers
@@ -279,7 +281,7 @@ def test_reading_is_open_here_and_orders_never_are() -> None:
     on_stage(run)
 
 
-def test_beyond_loopback_reading_needs_the_key_too() -> None:
+def test_reading_the_page_from_outside_needs_the_key() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> None:
         object.__setattr__(made.operators._context, "near", False)
         async with client.get(f"{url}/history") as answer:
@@ -292,7 +294,7 @@ def test_beyond_loopback_reading_needs_the_key_too() -> None:
     on_stage(run)
 
 
-def test_without_any_key_there_are_no_orders() -> None:
+def test_orders_are_refused_without_an_admin_key() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> tuple[int, str]:
         async with client.post(f"{url}/kill", json={"replica": "x"}) as answer:
             return answer.status, (await answer.json())["error"]["code"]
@@ -300,7 +302,7 @@ def test_without_any_key_there_are_no_orders() -> None:
     assert on_stage(run, key=None) == (403, "no_admin_key")
 
 
-def test_files_come_with_a_strict_policy_and_nothing_inline() -> None:
+def test_page_files_have_a_strict_policy_and_nothing_inline() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> dict[str, str]:
         async with client.get(f"{url}/") as answer:
             return dict(answer.headers)
@@ -320,7 +322,7 @@ def test_files_come_with_a_strict_policy_and_nothing_inline() -> None:
         assert "https:" not in text, name
 
 
-def test_only_who_started_an_engine_kills_it() -> None:
+def test_kill_order_is_refused_for_an_engine_started_elsewhere() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> None:
         (name, *_) = made.core.brain.fleet.views
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -344,7 +346,7 @@ def test_only_who_started_an_engine_kills_it() -> None:
     on_stage(run)
 
 
-def test_the_playground_speaks_with_the_clients_key() -> None:
+def test_playground_sends_the_client_key() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> tuple[str, str]:
         from aiohttp import web
 
@@ -369,7 +371,7 @@ def test_the_playground_speaks_with_the_clients_key() -> None:
     assert on_stage(run) == ("Bearer sk-1", "4013"), "the operators' key goes nowhere"
 
 
-def test_a_machine_that_is_too_slow_for_its_gpus_is_told_of() -> None:
+def test_slow_emulation_machine_is_reported_on_the_page() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> tuple[Any, list[str]]:
         late = made.core.watch.lateness
         late.told("engine", 0.0, 0.0)
