@@ -70,7 +70,7 @@ def changed(tmp_path: Path) -> Path:
     return source
 
 
-def test_changes_made_as_contributing_says_work(changed: Path) -> None:
+def test_documented_example_changes_work(changed: Path) -> None:
     where = os.environ | {"PYTHONPATH": str(changed), "COLUMNS": "100"}
     command = [sys.executable, "-c", RUN, *COMMANDS]
     ended = subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=600)
@@ -80,7 +80,7 @@ def test_changes_made_as_contributing_says_work(changed: Path) -> None:
         assert COMMANDS[words] in printed, words
 
 
-def test_changes_made_as_contributing_says_pass_import_and_style_rules(changed: Path) -> None:
+def test_documented_example_changes_pass_import_and_style_rules(changed: Path) -> None:
     package = changed / "potluck"
     balance, strategies = package / "core/routing/balance.py", package / "plan/strategies"
     for path in (balance, strategies / "single_strategy.py", strategies / "__init__.py"):

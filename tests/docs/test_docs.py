@@ -38,16 +38,16 @@ def read(page: str) -> str:
     return (ROOT / page).read_text("utf-8")
 
 
-def test_every_link_in_the_repository_leads_somewhere() -> None:
+def test_every_link_in_the_repository_resolves() -> None:
     assert list(broken_links(ROOT, written())) == []
 
 
-def test_every_link_in_the_site_leads_to_a_page_of_it(pages: Path) -> None:
+def test_every_link_in_the_site_resolves(pages: Path) -> None:
     result = [path.relative_to(pages).as_posix() for path in pages.rglob("*.md")]
     assert list(broken_links(pages, result)) == []
 
 
-def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
+def test_broken_links_are_detected(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("# One\n\n[x](b.md) [y](#one) [z](#two)\n\n```\n[code](c.md)\n```\n")
     result = list(broken_links(tmp_path, ["a.md"]))
     assert [item.split(": ")[1] for item in result] == ["b.md", "#two"]
@@ -68,7 +68,7 @@ def named_places() -> Iterator[tuple[str, str]]:
                 yield f"{page}:{line}", phrase
 
 
-def test_files_that_pages_name_are_there() -> None:
+def test_files_named_in_pages_exist() -> None:
     """From the root, or from the package that the page is about."""
     missed = []
     for where, name in named_places():
@@ -78,12 +78,12 @@ def test_files_that_pages_name_are_there() -> None:
     assert missed == []
 
 
-def test_the_page_explains_words_as_the_glossary_does() -> None:
+def test_page_glossary_equals_the_docs_glossary() -> None:
     text = glossary.PAGE_FILE.read_text("utf-8")
     assert text == glossary.page_words(), "PYTHONPATH=src:tools python -m docsite.glossary writes it anew"
 
 
-def test_the_glossary_has_each_word_once_and_alone() -> None:
+def test_glossary_has_each_word_once() -> None:
     result = glossary.entries(read("docs/glossary.md"))
     words = Counter(word.lower() for entry in result for word in entry.words)
     assert [word for word, often in words.items() if often > 1] == []
@@ -92,7 +92,7 @@ def test_the_glossary_has_each_word_once_and_alone() -> None:
     assert "| word | meaning |" not in read("ARCHITECTURE.md"), "words go to docs/glossary.md"
 
 
-def test_words_are_linked_once_where_they_are_read() -> None:
+def test_glossary_words_are_linked_once_in_prose() -> None:
     text = "# KV\n\n`KV` and [KV](x.md) and KV-like, KV then KV\n\n    KV\n\n"
     text += "| KVs | replicas |\n|---|---|\n| a replica | |"
     got = glossary.linked(text, {"KV": "KV", "replica": "replica", "replicas": "replica"})
@@ -101,7 +101,7 @@ def test_words_are_linked_once_where_they_are_read() -> None:
     assert "| KVs | {term}`replicas <replica>` |" in got
 
 
-def test_spec_fields_are_those_of_the_schema() -> None:
+def test_documented_spec_fields_equal_the_schema() -> None:
     assert set(spec_fields.words()) == spec_fields.all_sections()
     for kind in spec_fields.sections():
         word = spec_fields.words()[kind.__name__]["fields"]
@@ -110,7 +110,7 @@ def test_spec_fields_are_those_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize("kind", spec_fields.sections(), ids=lambda kind: kind.__name__)
-def test_every_example_of_a_field_is_accepted(kind: type) -> None:
+def test_every_spec_field_example_is_accepted(kind: type) -> None:
     word = spec_fields.words()[kind.__name__]["fields"]
     names = spec_fields.field_names(kind)  # type: ignore[arg-type]
     needed = {
@@ -134,7 +134,7 @@ def test_every_command_and_option_is_in_the_reference() -> None:
                 assert f"`{option.opts[0]}" in page, (words, option.opts)
 
 
-def test_anchors_are_those_that_github_makes() -> None:
+def test_heading_anchors_equal_those_of_github() -> None:
     assert (
         slug("From here to there (`core/scaling/reconcile.py`)".replace("`", ""))
         == "from-here-to-there-corescalingreconcilepy"
@@ -143,7 +143,7 @@ def test_anchors_are_those_that_github_makes() -> None:
     assert outside_code("x\n\n    code\n\nx\n```\nx\n```", str.upper) == "X\n\n    code\n\nX\n```\nx\n```"
 
 
-def test_versions_of_formats_are_those_of_the_code() -> None:
+def test_documented_format_versions_equal_the_code() -> None:
     page = read("docs/formats.md")
     result = dict(re.findall(r"^\| `(potluck[.\w-]+)` \| (\d+) \|", page, flags=re.MULTILINE))
     assert {name: int(number) for name, number in result.items()} == {
@@ -161,7 +161,7 @@ def test_versions_of_formats_are_those_of_the_code() -> None:
         ("catalog gpus", []),
     ],
 )
-def test_commands_print_the_keys_that_formats_lists(
+def test_commands_print_the_keys_listed_in_the_formats_page(
     command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -172,13 +172,13 @@ def test_commands_print_the_keys_that_formats_lists(
     assert matches <= set(printed[0] if isinstance(printed, list) else printed)
 
 
-def test_the_fault_file_that_is_shown_is_read() -> None:
+def test_documented_fault_file_is_parsed() -> None:
     shown = next(block.text for block in blocks(read("docs/formats.md")) if "kind: replica" in block.text)
     result = parse_faults(shown, "docs/formats.md")
     assert {fault.kind for fault in result.faults} == set(get_args(FaultKind)), "every kind is shown"
 
 
-def test_every_column_of_a_plan_is_explained() -> None:
+def test_every_plan_column_is_explained() -> None:
     columns = {name for table in sample.heads(sample.in_page()) for name in table}
     assert len(columns) > 15
     message = read("docs/planning.md").replace(sample.in_page(), "")
@@ -196,7 +196,7 @@ def commands_of(pages: dict[str, str]) -> tuple[int, list[str]]:
     return len(result), wrong
 
 
-def test_commands_in_pages_and_help_texts_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     count, wrong = commands_of({page: read(page) for page in written() if not page.startswith(DATED[:2])})
     assert count > 150
@@ -216,16 +216,16 @@ def test_commands_in_pages_and_help_texts_can_be_run(monkeypatch: pytest.MonkeyP
         ("keys revoke", "NAME"),
     ],
 )
-def test_commands_that_cannot_be_run_are_found(line: str, why: str) -> None:
+def test_commands_that_cannot_be_run_are_detected(line: str, why: str) -> None:
     assert why in (trouble(Call(1, tuple(line.split()), True), ROOT) or "")
 
 
-def test_lines_are_found_as_they_are_written() -> None:
+def test_command_lines_are_found_in_pages() -> None:
     page = "x `potluck top` y\n\n    potluck plan a.yaml  --out b   # so\n    $ potluck check 'a b' | less\n"
     assert [" ".join(call.words) for call in calls(page)] == ["plan a.yaml", "check a b", "top"]
 
 
-def test_every_test_that_terms_names_is_there() -> None:
+def test_tests_named_in_the_terms_page_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", read("docs/terms.md")))
     assert len(named) > 15
     files = (ROOT / "tests").rglob("test_*.py")
@@ -234,7 +234,7 @@ def test_every_test_that_terms_names_is_there() -> None:
     }
 
 
-def test_what_troubleshooting_quotes_is_said_somewhere() -> None:
+def test_messages_quoted_in_troubleshooting_exist() -> None:
     rows = [
         line
         for line in read("docs/operating.md").split("## Troubleshooting")[1].splitlines()
@@ -253,7 +253,7 @@ HOUSE = "steward lobby nursery workshop strand parcel shipment freight pretend p
 OLD_WORDS = (*HOUSE.split(), "herald", "pail", "kits", "yard", "roster", "recast")
 
 
-def test_pages_speak_the_fields_words() -> None:
+def test_pages_use_no_retired_words() -> None:
     """Names that the code once had of its own; code may show them."""
     pattern = re.compile(rf"\b({'|'.join(OLD_WORDS)})\b")
     result = []

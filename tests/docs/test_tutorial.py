@@ -143,7 +143,7 @@ def must_match(each: Shown, printed: str, home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_tutorial_can_be_followed_and_prints_what_it_shows(reader: Reader) -> None:
+def test_tutorial_commands_print_what_the_page_shows(reader: Reader) -> None:
     message = list(shown(TEXT))
     assert tuple(entry.command for entry in message[:3]) == ELSEWHERE
     assert all(entry.output for entry in message[3:]), "every command is shown with what it prints"
@@ -183,7 +183,7 @@ def _must_be_as_told(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_that_is_explained_is_the_one_that_is_printed() -> None:
+def test_explained_plan_equals_the_printed_one() -> None:
     assert same(sample.in_page(), sample.printed()), "run: PYTHONPATH=src:tools python -m docsite.sample"
 
 
@@ -207,6 +207,6 @@ def test_the_plan_that_is_explained_is_the_one_that_is_printed() -> None:
         ("a\n", "notice: this machine computes 3.1 times slower: not the plan's\na\n", False, True),
     ],
 )
-def test_outputs_are_compared_strictly(said: str, printed: str, exact: bool, live: bool) -> None:
+def test_tutorial_outputs_are_compared_strictly(said: str, printed: str, exact: bool, live: bool) -> None:
     assert same(said, printed) is exact
     assert alike(said, printed, "/tmp/me") is live
