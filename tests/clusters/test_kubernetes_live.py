@@ -42,7 +42,7 @@ def status(state: Path) -> dict[str, Any]:
         service.close()
 
 
-def test_a_node_dies_under_load_and_its_engine_is_started_elsewhere(kube: Kube, tmp_path: Path) -> None:
+def test_lost_kubernetes_node_under_load_loses_no_request(kube: Kube, tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")] * 2)
     state = tmp_path / "state"
     words = ("--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json")

@@ -88,9 +88,7 @@ def cluster_over_hosts(tmp_path: Path) -> Iterator[Cluster]:
             made.close()
 
 
-def test_a_host_is_cut_off_under_load_and_no_request_is_lost(
-    cluster_over_hosts: Cluster, tmp_path: Path
-) -> None:
+def test_ray_host_cut_off_under_load_loses_no_request(cluster_over_hosts: Cluster, tmp_path: Path) -> None:
     cluster = cluster_over_hosts
     plan, spec = written(tmp_path)
     head, state = cluster.head, tmp_path / "state"

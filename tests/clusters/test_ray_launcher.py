@@ -92,7 +92,7 @@ def node_of(launcher: RayLauncher, name: str, worker: int | None = None) -> str:
     return str(actor.said["node"])
 
 
-def test_an_engine_is_on_the_node_that_has_its_gpu_and_is_found_again(
+def test_ray_engine_is_on_the_node_with_its_gpu_and_is_found_again(
     cluster: tuple[Any, dict[str, Any]], made: Made, tmp_path: Path
 ) -> None:
     nodes, launcher = cluster[1], made()
@@ -128,7 +128,7 @@ def test_an_engine_is_on_the_node_that_has_its_gpu_and_is_found_again(
     assert come_to(third, {"L40S": places["L40S"]}, "dead").problem == "was asked to end"
 
 
-def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
+def test_ray_pipeline_uses_all_its_nodes_and_ends_when_one_is_silent(
     cluster: tuple[Any, dict[str, Any]], made: Made
 ) -> None:
     nodes, launcher = cluster[1], made(lost_s=2.0)
@@ -155,7 +155,7 @@ def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
 @pytest.mark.skipif(
     "POTLUCK_PYTHON" not in os.environ, reason="needs torch: POTLUCK_PYTHON, as make test-ray sets it"
 )
-def test_the_engine_itself_computes_over_two_nodes(made: Made) -> None:
+def test_embedded_engine_pipeline_computes_over_two_ray_nodes(made: Made) -> None:
     from potluck.engine import shipped_model
 
     launcher = made(EngineCommands("gpu", (("words", shipped_model()),), device="cpu"))

@@ -107,7 +107,7 @@ def status(state: Path) -> dict[str, Any]:
         service.close()
 
 
-def test_a_node_is_removed_under_load_and_no_request_is_lost(
+def test_ray_node_removed_under_load_loses_no_request(
     cluster: tuple[Any, dict[str, Any]], up: tuple[Path, str]
 ) -> None:
     (rays, nodes), (state, url) = cluster, up
