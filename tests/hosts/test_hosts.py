@@ -40,7 +40,7 @@ def bed() -> Iterator[Bed]:
 
 
 @pytest.mark.slow
-def test_no_request_is_lost_whatever_becomes_of_hosts(bed: Bed, tmp_path: Path) -> None:
+def test_host_failures_clock_skew_and_takeover_lose_no_request(bed: Bed, tmp_path: Path) -> None:
     """Clocks are days apart; one host is cut off, one slowed, one killed and started again as an older release; then
     another gateway takes the first one's ports."""
     plan, spec = write_plans(tmp_path, WHOLE + COMBO)

@@ -65,9 +65,7 @@ def bed() -> Iterator[Bed]:
 
 
 @pytest.mark.slow
-def test_regions_serve_what_they_can_without_a_link_and_offload_again_with_one(
-    bed: Bed, tmp_path: Path
-) -> None:
+def test_regions_serve_alone_without_their_link_and_offload_again_with_it(bed: Bed, tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, UNITS, flows=[("far", "near")])
     gateway = ("--files", f"{MODEL}={WORDS}", "--gateways", "2")
     far, near = range(2)

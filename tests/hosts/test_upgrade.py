@@ -21,7 +21,7 @@ from parts.hosts_load import Load, Upkeep, within, wrong  # noqa: E402
 
 
 @pytest.mark.slow
-def test_everything_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
+def test_upgrade_replaces_engines_and_gateway_without_failed_requests(tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, WHOLE * 2)
     key = tmp_path / "admin.key"
     key.write_text("what operators show")
