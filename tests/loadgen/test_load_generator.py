@@ -74,7 +74,7 @@ async def _serving() -> AsyncIterator[tuple[Server, str]]:
         yield server, f"http://127.0.0.1:{port}/v1"
 
 
-def test_answers_are_counted_and_what_goes_wrong_has_a_kind() -> None:
+def test_load_generator_counts_answers_and_errors_by_kind() -> None:
     async def run() -> tuple[Server, list[load_client.TimedRequest]]:
         async with _serving() as (server, url):
             rows = [(0.0, name, 5, 3) for name in ("m", "m", "full", "cut", "broken")]
@@ -96,7 +96,7 @@ def test_answers_are_counted_and_what_goes_wrong_has_a_kind() -> None:
     assert "secret" not in repr(asked)
 
 
-def test_a_chat_is_timed_from_its_first_text() -> None:
+def test_chat_ttft_is_measured_to_its_first_text() -> None:
     async def run() -> tuple[Server, load_client.TimedRequest]:
         async with _serving() as (server, url):
             (request,) = load_client.shots([(0.0, "m", 9, 4)], style="chat", until_eos=True)
@@ -109,7 +109,7 @@ def test_a_chat_is_timed_from_its_first_text() -> None:
     assert server.heads[0].startswith("POST /v1/chat/completions ")
 
 
-def test_open_loop_counts_from_when_it_should_have_been_sent() -> None:
+def test_open_loop_latency_counts_from_the_scheduled_time() -> None:
     """A request that waits for its turn is late by that, whoever kept it."""
     request = load_client.TimedRequest(
         1.0, "m", [1], 3, sent_s=4.0, first_s=4.5, last_s=5.5, pieces=3, ended=True, done_s=5.5, status=200
@@ -123,7 +123,7 @@ def test_open_loop_counts_from_when_it_should_have_been_sent() -> None:
     assert load_client.kept(request, Slo(3.5, 0.5))
 
 
-def test_closed_loop_has_so_many_at_once_and_no_more() -> None:
+def test_closed_loop_keeps_its_concurrency() -> None:
     async def run() -> tuple[Server, list[load_client.TimedRequest]]:
         async with _serving() as (server, url):
             server.gate = asyncio.Event()
@@ -143,7 +143,7 @@ def test_closed_loop_has_so_many_at_once_and_no_more() -> None:
     assert max(request.at_s for request in sent) > 0, "the later ones begin later"
 
 
-def test_nobody_there_is_an_error_of_its_kind() -> None:
+def test_unreachable_server_is_counted_as_no_connection() -> None:
     (request,) = load_client.shots([(0.0, "m", 1, 1)])
     asyncio.run(load_client.fire("http://127.0.0.1:9", [request], within_s=5.0))
     assert load_client.kind_of(request) == "no connection"
@@ -153,7 +153,7 @@ def test_nobody_there_is_an_error_of_its_kind() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
-def test_percentiles_are_values_that_were_seen(values: list[float]) -> None:
+def test_percentiles_are_observed_values(values: list[float]) -> None:
     result = load_client.percentiles(values)
     assert result is not None
     assert {result.p50, result.p90, result.p99, result.most} <= set(values)
@@ -162,7 +162,7 @@ def test_percentiles_are_values_that_were_seen(values: list[float]) -> None:
 
 
 @given(st.integers(0, 10), st.floats(0.5, 50.0))
-def test_times_of_chance_have_their_rate_and_prompts_their_length(seed: int, rate_per_s: float) -> None:
+def test_poisson_times_have_their_rate_and_prompts_their_length(seed: int, rate_per_s: float) -> None:
     times = load_client.poisson(Random(seed), rate_per_s, 400, None)
     assert times == sorted(times)
     assert times[0] == 0.0
