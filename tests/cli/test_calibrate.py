@@ -61,7 +61,9 @@ def table(folder: Path, factor: float, gpu: str = "L40S") -> Path:
     return path
 
 
-def test_runs_as_predicted_are_within_their_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_as_predicted_are_within_their_error_bars(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert score(str(table(tmp_path, 1.0))) == 0
     out = capsys.readouterr().out
     assert re.search(r"throughput +0 % +[+-]0.0% +100%", out)
@@ -69,7 +71,7 @@ def test_runs_as_predicted_are_within_their_bars(tmp_path: Path, capsys: pytest.
     assert out.count("1 x L40S") == 8, "each run is shown"
 
 
-def test_runs_far_from_what_is_predicted_are_told_with_an_exit_code(
+def test_runs_far_from_their_prediction_exit_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert score(str(table(tmp_path, 2.0)), "--json") == 1
@@ -92,7 +94,7 @@ def test_runs_far_from_what_is_predicted_are_told_with_an_exit_code(
         (f"{HEAD},dtype\nPhi-4,L40S,1,500,200,4,100,10,fp6\n", "runs.csv: format: 'fp6' is not modelled"),
     ],
 )
-def test_what_cannot_be_scored_is_said_in_a_line(
+def test_runs_that_cannot_be_scored_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     path = tmp_path / "runs.csv"
@@ -103,7 +105,7 @@ def test_what_cannot_be_scored_is_said_in_a_line(
     assert "Traceback" not in err
 
 
-def test_runs_that_memory_does_not_allow_are_no_measure(tmp_path: Path) -> None:
+def test_physically_impossible_runs_are_excluded(tmp_path: Path) -> None:
     """A token in a tenth of the time that it takes to read the weights; those that are predicted are allowed."""
     path = table(tmp_path, 1.0)
     assert all(possible(placed(item)) for item in read_runs(path).runs)
@@ -111,7 +113,9 @@ def test_runs_that_memory_does_not_allow_are_no_measure(tmp_path: Path) -> None:
     assert not possible(placed(read_runs(path).runs[0]))
 
 
-def test_a_format_is_the_one_that_ran_or_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weight_format_of_a_run_is_the_used_one_or_noted_as_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As published, whatever a table calls it; narrower where it says so; what nobody measured is named."""
     cases = {
         ("Llama-3.1-8B", "nvfp4", ""): "nvfp4",
@@ -161,7 +165,7 @@ assert not set(sys.modules).intersection(("accuracy_study", "scipy", "pyarrow"))
     assert done.returncode == 0, done.stderr
 
 
-def test_the_stored_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_accuracy_command_shows_stored_scores(capsys: pytest.CaptureFixture[str]) -> None:
     assert study("--json") == 0
     scores = json.loads(capsys.readouterr().out)["scores"]
     assert {score["question"] for score in scores} == {"calibrated", "GPU left out", "model left out"}
@@ -171,7 +175,7 @@ def test_the_stored_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Median error of whole serving runs" in out
 
 
-def test_calibrating_needs_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_option_needs_measured_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert study("--calibrate") == 2
     assert "--data" in capsys.readouterr().err
     assert study("--data", str(tmp_path)) == 2
@@ -190,7 +194,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     own_cluster.cache_clear()
 
 
-def test_runs_of_ones_own_calibrate_host_and_links(
+def test_own_runs_calibrate_host_and_links(
     tmp_path: Path, own_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A slow host on slow links is found, errors of runs left out are halved, and everyone reads what is kept."""
@@ -234,7 +238,7 @@ def test_runs_of_ones_own_calibrate_host_and_links(
 @pytest.mark.parametrize(
     ("version", "other"), [("0.12.0", "trtllm"), ("1.0.0rc3", "vllm"), ("0.5.1.post1", "vllm")]
 )
-def test_thirty_runs_of_an_engine_left_out_halve_the_error_of_its_others(version: str, other: str) -> None:
+def test_thirty_calibration_runs_halve_the_error_of_other_runs(version: str, other: str) -> None:
     every = [placed(item) for item in read_runs(DATA / RUNS).runs if item.version == version]
     runs = sorted((e for e in every if e.kind == "dense"), key=lambda e: crc32(repr(e.run).encode()))
     (usual_fit,) = [e for e in engines() if (e.engine, e.kind, e.version) == (other, "dense", "")]
@@ -245,7 +249,7 @@ def test_thirty_runs_of_an_engine_left_out_halve_the_error_of_its_others(version
     assert after < before / 2
 
 
-def test_what_vllm_and_aiperf_write_is_read_as_it_comes(tmp_path: Path) -> None:
+def test_vllm_bench_and_aiperf_results_are_read(tmp_path: Path) -> None:
     """`vllm bench serve --save-result` has totals, aiperf means with their units; neither has the GPU."""
     totals = {"completed": 100, "total_input_tokens": 51_200, "total_output_tokens": 12_800}
     times = {"mean_ttft_ms": 80.0, "mean_tpot_ms": 9.0, "request_throughput": 3.5}
