@@ -17,7 +17,7 @@ SHAREGPT = LOADS[1]
 SHORT = Effort(0.5, (1,), 0.1)
 
 
-def test_the_published_changes_follow_from_the_published_figures() -> None:
+def test_published_cauchy_changes_follow_from_its_figures() -> None:
     """Table 3 prints both, for instance +8.4 % goodput and -8.5 % latency for 1P1D."""
     pair = cauchy.Latencies(1.0, 1.0, 1.0)
     result = rows(CauchyMeasured({d: Pair((1.0, 1.0), (pair, pair), 1.0) for d in TABLE3}, {}))
@@ -42,16 +42,16 @@ def test_the_published_changes_follow_from_the_published_figures() -> None:
         assert changes[key] == pytest.approx(value, abs=0.0011), key
 
 
-def test_workloads_have_the_printed_means() -> None:
+def test_cauchy_workloads_have_the_printed_means() -> None:
     assert [tuple(map(round, load.mean_tokens)) for load in LOADS] == [(702, 42), (290, 207), (337, 1330)]
 
 
-def test_more_decode_replicas_serve_more() -> None:
+def test_more_decode_replicas_raise_cauchy_goodput() -> None:
     one, two = (goodput_per_s(table3_problem(n), SHAREGPT, table3_policy(False), SHORT) for n in (1, 2))
     assert two > 1.3 * one
 
 
-def test_in_place_work_takes_load_off_the_one_decode_replica() -> None:
+def test_in_place_runs_relieve_the_only_decode_replica() -> None:
     """Above what the H20 alone decodes in time, so that what the H800 takes over shows."""
     problem = table3_problem(1)
     basic, other = (
@@ -61,7 +61,7 @@ def test_in_place_work_takes_load_off_the_one_decode_replica() -> None:
     assert other.tbt_s < basic.tbt_s
 
 
-def test_turns_by_goodput_beat_plain_turns_on_unlike_combos() -> None:
+def test_goodput_balance_beats_round_robin_on_different_combos() -> None:
     """With DailyMail's prompts <H800, A800> does about twice what the others do."""
     load, weights = LOADS[0], [38.0, 21.0, 19.0]
     problem = cauchy.figure9_problem(load, weights)
@@ -80,7 +80,7 @@ def chosen(
     return {name: programs.deploy(factory, name) for name in programs.PROGRAMS}
 
 
-def test_the_printed_example_takes_the_a800_and_printed_combos_are_never_worth_it() -> None:
+def test_printed_cauchy_example_selects_the_a800() -> None:
     """3.3.2: for a residual of 0.80 CO-LP takes the A800, not the more efficient H20."""
     result = {
         row.setting.split(",")[1].strip(): row.setting
@@ -96,7 +96,7 @@ def test_the_printed_example_takes_the_a800_and_printed_combos_are_never_worth_i
 
 @given(st.lists(st.floats(0.5, 9.0), min_size=12, max_size=12), st.floats(1.0, 20.0))
 @settings(max_examples=10)
-def test_no_program_costs_less_than_the_one_of_least_cost(rates: list[float], demand: float) -> None:
+def test_no_cauchy_program_costs_less_than_the_minimum_cost_one(rates: list[float], demand: float) -> None:
     goodputs = dict(
         zip(programs.candidates(), zip(programs.candidates().values(), rates, strict=True), strict=True)
     )
@@ -105,11 +105,11 @@ def test_no_program_costs_less_than_the_one_of_least_cost(rates: list[float], de
     assert all(item.goodput_per_s >= demand - 1e-6 for item in found.values())
 
 
-def test_equation_15_has_h800_and_h20_first_where_the_paper_has_them_last() -> None:
+def test_equation_15_ranks_h800_and_h20_first_where_the_paper_has_them_last() -> None:
     assert programs.ranking()[0] == ("H800", "H20") == programs.RANKED[-1]
 
 
-def test_eight_connections_fill_the_card() -> None:
+def test_eight_connections_fill_the_network_card() -> None:
     """Figure 11: 625 ms in one transfer, 85 ms by eight pipelines; more gain nothing."""
     assert cauchy_migration.bulk_s(2048) == pytest.approx(0.625, rel=0.01)
     wire_s = [cauchy_migration.migration_s(2048, degree)[0] for degree in cauchy_migration.DEGREES]
@@ -119,7 +119,7 @@ def test_eight_connections_fill_the_card() -> None:
 
 
 @pytest.mark.slow
-def test_scaling_shortens_the_latencies_of_a_rise() -> None:
+def test_scaling_lowers_latency_during_a_rate_increase() -> None:
     """Figure 10, on a rate that doubles."""
     load = LOADS[2]
     requests = cauchy_trace.requests_of(load, np.array([0.9] * 3 + [1.8] * 12), 1)

@@ -34,21 +34,21 @@ def first() -> CronusMeasured:
     return measure(MADE_UP, settings=SETTINGS[:1])
 
 
-def test_the_published_ratios_follow_from_the_published_table() -> None:
+def test_published_cronus_ratios_follow_from_its_table() -> None:
     """Section 5.2: up to 2.58 times PP, 5.64 times H-L, 1.9 times L-H."""
     for other, ratio in ((PP, 2.58), (HIGH_LOW, 5.64), (LOW_HIGH, 1.9)):
         setting = max(item.published_per_s[CRONUS] / item.published_per_s[other] for item in SETTINGS)
         assert setting == pytest.approx(ratio, abs=0.01)
 
 
-def test_layers_of_the_pipelines_are_all_layers() -> None:
+def test_pipeline_layers_add_up_to_the_model() -> None:
     assert {setting.model: sum(setting.layers) for setting in SETTINGS} == {
         "Llama-3.1-8B": 32,
         "Qwen2-7B": 28,
     }
 
 
-def test_the_trace_begins_with_the_papers_requests() -> None:
+def test_trace_begins_with_the_requests_of_the_paper() -> None:
     path = DATA / cronus.TRACE
     if not path.is_file():
         pytest.skip(f"the public trace {cronus.TRACE} is not here; set POTLUCK_DATA")
@@ -57,7 +57,7 @@ def test_the_trace_begins_with_the_papers_requests() -> None:
     assert tuple(map(round, means)) == (1014, 247)
 
 
-def test_made_up_requests_have_the_printed_means_and_depend_on_the_seed_alone() -> None:
+def test_generated_cronus_requests_have_the_printed_means_and_depend_only_on_the_seed() -> None:
     one, same, other = (cronus.synthetic_requests(seed) for seed in (5, 5, 6))
     assert one.prompt_tokens.mean() == pytest.approx(1014, rel=0.01)
     assert one.output_tokens.mean() == pytest.approx(247, rel=0.01)
@@ -65,12 +65,12 @@ def test_made_up_requests_have_the_printed_means_and_depend_on_the_seed_alone() 
     assert (one.prompt_tokens != other.prompt_tokens).any()
 
 
-def test_the_order_of_the_first_column_but_for_the_pipeline(first: CronusMeasured) -> None:
+def test_cronus_throughput_order_is_reproduced_except_for_the_pipeline(first: CronusMeasured) -> None:
     """DP and Cronus are within 2 % of each other in the paper; requests that are made up may turn them round."""
     assert order_inversions(first, without=PP, tie=0.05) == 0
 
 
-def test_latencies_point_where_the_paper_says(first: CronusMeasured) -> None:
+def test_cronus_latency_changes_have_the_published_sign(first: CronusMeasured) -> None:
     """But for PP's TTFT and H-L's TBT, which hang on a pipeline and an A10 that are faster here than in the paper."""
     for metric, other, low, _ in CLAIMS:
         if low in ("", "A10") and (metric, other) not in (("tbt", HIGH_LOW), ("ttft", PP)):
@@ -80,14 +80,14 @@ def test_latencies_point_where_the_paper_says(first: CronusMeasured) -> None:
     assert (first.reduction(name, "easy", "tbt", LOW_HIGH) or 0.0) < 0
 
 
-def test_every_row_has_a_figure_and_stands_beside_the_published_one(first: CronusMeasured) -> None:
+def test_every_cronus_row_has_a_figure_beside_the_published_one(first: CronusMeasured) -> None:
     result = rows(first, MADE_UP)
     assert all(np.isfinite(row.ours) and row.ours != 0 for row in result)
     table = [row for row in result if row.experiment == "Table 2"]
     assert [row.published for row in table] == list(SETTINGS[0].published_per_s.values())
 
 
-def test_a_slower_host_is_a_slower_engine_and_a_pipeline_gains_by_overlap() -> None:
+def test_slower_host_lowers_throughput_and_overlap_raises_that_of_a_pipeline() -> None:
     few = MADE_UP.first(60)
     for approach in (PP, HIGH_LOW, CRONUS):
         fast, slow = (
@@ -98,7 +98,7 @@ def test_a_slower_host_is_a_slower_engine_and_a_pipeline_gains_by_overlap() -> N
     assert serial < both
 
 
-def test_the_same_run_twice_is_the_same() -> None:
+def test_repeated_cronus_run_gives_the_same_records() -> None:
     few = MADE_UP.first(40)
     one, two = (cronus.run(SETTINGS[1], DP, few, 2.0).records for _ in range(2))
     assert (one.finish_s == two.finish_s).all()
@@ -117,7 +117,7 @@ def sent_to(actions: list[object]) -> list[str]:
     return [item.route.segments[0].replica.partition("@")[0] for item in actions if isinstance(item, Run)]
 
 
-def test_three_turns_to_one_while_no_queue_is_full() -> None:
+def test_dispatcher_sends_three_to_one_while_no_queue_is_full() -> None:
     made = dispatcher((1000, 1000))
     counter: Counter[str] = Counter()
     for i in range(400):
@@ -127,7 +127,7 @@ def test_three_turns_to_one_while_no_queue_is_full() -> None:
 
 @given(st.lists(st.integers(0, 3), max_size=60))
 @settings(max_examples=40)
-def test_no_waiting_queue_is_over_its_limit_and_nobody_is_forgotten(moves: list[int]) -> None:
+def test_dispatcher_queues_stay_within_their_limits_and_every_request_is_sent(moves: list[int]) -> None:
     """0 and 1: a request comes; 2 and 3: the first or last one on its way makes its first token."""
     made = dispatcher((3, 1))
     where: dict[str, str] = {}
@@ -160,7 +160,7 @@ def test_no_waiting_queue_is_over_its_limit_and_nobody_is_forgotten(moves: list[
     assert done == received
 
 
-def test_decodes_on_the_low_end_gpu_raise_the_throughput_of_long_answers() -> None:
+def test_low_end_decodes_raise_throughput_for_long_answers() -> None:
     rules = cronus_beyond.policies()
     with_a30 = cronus.SETTINGS[2]
     paper = cronus_beyond.run(with_a30, "answers", rules["paper"])
@@ -171,7 +171,7 @@ def test_decodes_on_the_low_end_gpu_raise_the_throughput_of_long_answers() -> No
     assert ours.ttft_p90_s < paper.ttft_p90_s
 
 
-def test_the_low_end_gpu_of_a_disaggregated_pair_is_full_and_the_high_end_one_is_not() -> None:
+def test_disaggregated_pair_saturates_only_its_low_end_gpu() -> None:
     """Table 3."""
     result = {(row.setting, row.metric): row.ours for row in cronus_parts.table_3(SETTINGS[:1], MADE_UP)}
     for (setting, metric), share in result.items():
@@ -179,7 +179,7 @@ def test_the_low_end_gpu_of_a_disaggregated_pair_is_full_and_the_high_end_one_is
         assert share > 0.9 if full else share < 0.6
 
 
-def test_the_predictors_fit_as_well_as_printed() -> None:
+def test_predictors_fit_as_well_as_printed() -> None:
     rows = cronus_parts.predictors()[0]
     assert all(row.ours >= 0.99 for row in rows if row.unit == "R2")
     for row in (row for row in rows if row.unit == "share"):

@@ -42,14 +42,14 @@ SHOWS: dict[tuple[str, str], Callable[[Plan], bool]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("example", "strategy"), list(SHOWS))
-def test_the_mechanism_is_what_is_planned(example: str, strategy: str) -> None:
+def test_strategy_plans_the_mechanism_of_its_paper(example: str, strategy: str) -> None:
     problem = load_problem(read_spec(EXAMPLES / example), 0.8, None, (), 0.0)
     plan = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(time_limit_s=20.0)).plan
     assert plan.fraction == pytest.approx(1.0)
     assert SHOWS[example, strategy](plan), [template.name for template in plan.templates]
 
 
-def test_coral_also_offers_what_it_has_without_pipelines() -> None:
+def test_coral_also_returns_a_plan_without_pipelines() -> None:
     """Where pipelines do not hold in a rehearsal, single nodes of the same columns may."""
     problem = load_problem(read_spec(EXAMPLES / "two-regions.yaml"), 0.8, None, (), 0.0)
     outcome = STRATEGIES["coral"](TemplateFactory(problem), SolveSettings(time_limit_s=10.0))

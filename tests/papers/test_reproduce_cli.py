@@ -35,7 +35,7 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("shortened")
-def test_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproduce_json_has_its_documented_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("cronus", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert set(document) == {"paper", "rows"}
@@ -46,7 +46,7 @@ def test_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("shortened")
-def test_the_table_shows_both_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproduce_table_shows_published_and_own_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("cronus") == 0
     shown = capsys.readouterr().out
     assert "CRONUS, Table 2" in shown
@@ -54,44 +54,44 @@ def test_the_table_shows_both_figures(capsys: pytest.CaptureFixture[str]) -> Non
     assert "55.0%" in shown
 
 
-def test_an_unknown_paper_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproduce_refuses_an_unknown_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("nothing") == 2
     assert "cauchy" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("shortened")
-def test_data_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_reproduce_reports_missing_trace_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert ask("cronus", "--json", "--data", str(tmp_path)) == 0
     assert f"lengths are made up, since {tmp_path} has no azure" in capsys.readouterr().err
     assert ask("cronus", "--data", str(tmp_path / "none")) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
-def test_rows_are_plain_values() -> None:
+def test_reproduction_rows_are_plain_values() -> None:
     assert {*Row.__dataclass_fields__} == COLUMNS
 
 
 FIGURES = st.dictionaries(st.sampled_from("abcde"), st.floats(0.1, 100.0), min_size=2)
 
 
-def test_off_is_a_share_of_the_published_figure() -> None:
+def test_row_deviation_is_relative_to_the_published_figure() -> None:
     assert Row("t", "s", "m", "u", 4.0, 5.0).off == pytest.approx(0.25)
     assert Row("t", "s", "m", "u", None, 5.0).off is None
 
 
 @given(FIGURES, st.floats(0.5, 2.0))
-def test_scaling_all_figures_keeps_the_order(figures: dict[str, float], factor: float) -> None:
+def test_scaled_figures_have_no_order_inversions(figures: dict[str, float], factor: float) -> None:
     assert inversions(figures, {name: value * factor for name, value in figures.items()}) == []
 
 
 @given(FIGURES)
-def test_turning_figures_round_inverts_every_pair_that_differs(figures: dict[str, float]) -> None:
+def test_negated_figures_invert_every_different_pair(figures: dict[str, float]) -> None:
     turned = {name: -value for name, value in figures.items()}
     values = list(figures.values())
     unlike = sum(a > b for a in values for b in values)
     assert len(inversions(figures, turned)) == unlike
 
 
-def test_a_tie_in_the_paper_cannot_be_inverted_when_ties_are_asked_for() -> None:
+def test_published_tie_within_the_tolerance_is_no_inversion() -> None:
     assert inversions({"a": 1.02, "b": 1.0}, {"a": 1.0, "b": 2.0}) == [("a", "b")]
     assert inversions({"a": 1.02, "b": 1.0}, {"a": 1.0, "b": 2.0}, tie=0.05) == []

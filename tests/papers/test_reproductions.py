@@ -31,7 +31,7 @@ from potluck.sim.run import simulate
 
 
 @pytest.mark.slow
-def test_corals_core_setting_costs_what_it_did() -> None:
+def test_corals_core_setting_costs_are_reproduced() -> None:
     """Published: Homo 1.62 and Cauchy 1.60 times Coral, on Qwen3-32B 2.02 and 1.88 times."""
     costs = Solver("core").costs([HOMO, CAUCHY, CORAL], [None])
     assert costs[HOMO] / costs[CORAL] == pytest.approx(1.62, rel=0.1)
@@ -48,7 +48,7 @@ def least_cut(placed: list[tuple[int, int, float]], layers: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_helixs_flow_is_the_best_of_all_placements(seed: int) -> None:
+def test_helix_flow_equals_the_best_of_all_placements(seed: int) -> None:
     """Three nodes of two types, four layers: every placement, each worth its least cut."""
     rates = np.sort(np.random.default_rng(seed).uniform(0.0, 9.0, (2, 4)))[:, ::-1] * [1, 1, 1, 0]
     ranges = [(a, j) for j in (1, 2, 3) for a in range(5 - j)]
@@ -63,7 +63,7 @@ def test_helixs_flow_is_the_best_of_all_placements(seed: int) -> None:
     assert least_cut(held, 4) == pytest.approx(best, abs=1e-6)
 
 
-def test_light_rescheduling_comes_near_full_with_small_groups() -> None:
+def test_light_rescheduling_attains_nearly_as_much_as_full_rescheduling() -> None:
     """THUNDERSERVE's Figure 11: none, light, full."""
     rows = thunderserve.losing_a_node("conversation", quick=True)
     kept = {row.metric.removeprefix("attainment, "): row.ours for row in rows if row.unit == "share"}
@@ -71,24 +71,24 @@ def test_light_rescheduling_comes_near_full_with_small_groups() -> None:
     assert kept["light"] >= 0.9 * kept["full"]
 
 
-def test_table_5_of_thunderserve_does_not_follow_from_its_own_times() -> None:
+def test_thunderserve_table_5_does_not_follow_from_its_own_times() -> None:
     assert all(row.ours < 0.7 * (row.published or 0.0) for row in thunderserve.by_its_own_times())
 
 
-def test_splitting_two_replicas_gains_nothing_in_simulation_either() -> None:
+def test_splitting_two_replicas_gains_nothing_in_simulation() -> None:
     """Its Table 5 has 2.04 and 1.36 times."""
     gains = [row.ours for row in thunderserve_split.table_5(48) if row.unit == "times"]
     assert gains[1] < gains[0] < 1.0
 
 
-def test_coding_wants_more_prefill_replicas_than_conversation() -> None:
+def test_coding_workload_needs_more_prefill_replicas_than_conversation() -> None:
     """Its Figures 6 and 14."""
     best = {(row.setting, row.metric): row.ours for row in thunderserve.ratios(list(thunderserve.WORK))[0]}
     metric = "best prefill replicas of 8"
     assert best["coding", metric] > best["conversation", metric]
 
 
-def test_a_second_turn_finds_the_first_and_half_of_the_prompts_cross() -> None:
+def test_second_turns_hit_the_prefix_cache_and_half_of_the_prompts_cross() -> None:
     best, lengths = prfaas.case_study()["PrfaaS-PD"], prfaas.case_lengths()
     workload = prfaas_case.conversations(prfaas_case.load(lengths, 2.0, 120.0, 1), 40)
     policy = Policy(admission=False, max_wait_s=1e9)
@@ -109,7 +109,7 @@ FOUR_PAIRS = next(one for one in cronus.SETTINGS if one.low == "A30" and "Qwen" 
 
 
 @pytest.mark.slow
-def test_a_cheaper_plan_holds_in_simulation_where_it_has_nodes_enough() -> None:
+def test_cheaper_auto_plan_attains_its_objective_given_enough_nodes() -> None:
     """Four pairs of A100 and A30: `auto` costs a fifth less than any single strategy. A third of it does not do."""
     usd = {f"1x{gpu}": (price, 4) for gpu, price in (("A100-80", 1.35), ("A30", 0.3))}
     planning_problem = together.one_model(FOUR_PAIRS.model, Slo(3.0, 0.1), 30.0, cronus.MEAN_TOKENS, usd)
@@ -124,7 +124,7 @@ def test_a_cheaper_plan_holds_in_simulation_where_it_has_nodes_enough() -> None:
     assert not together_simulated.simulated(few, plans, most=False, least=1000)[1]
 
 
-def test_the_bound_proves_a_closed_setting_and_not_a_dear_plan() -> None:
+def test_bound_proves_an_optimal_plan_and_shows_the_gap_of_a_dear_one() -> None:
     nodes = {node: (usd, 8) for node, usd in cauchy.PRICES_USD_PER_H.items() if node.startswith("1x")}
     planning_problem = together.one_model(
         cauchy.MODEL, cauchy.LOADS[0].slo, 16.0, cauchy.LOADS[0].mean_tokens, nodes
@@ -135,7 +135,7 @@ def test_the_bound_proves_a_closed_setting_and_not_a_dear_plan() -> None:
     assert together.proven_gap(factory, dear) == pytest.approx(1 - auto.cost_usd_per_h / dear.cost_usd_per_h)
 
 
-def test_a_short_trace_becomes_shares_of_each_type(tmp_path: Path) -> None:
+def test_short_availability_trace_becomes_shares_of_each_type(tmp_path: Path) -> None:
     head = "kind,nodes_probed,campaign,zone,device,gap_seconds,start_tick,run_length_ticks,value"
     rows = [head, *(f"availability,16-node,c,z,v100_1,360,{n},1,{n % 17}" for n in range(100))]
     with gzip.open(tmp_path / coral_settings.TRACE, "wt", encoding="utf-8") as stream:
@@ -145,7 +145,7 @@ def test_a_short_trace_becomes_shares_of_each_type(tmp_path: Path) -> None:
     assert first == [(n + 1) / 17 for n in range(coral_settings.EPOCHS)]
 
 
-def test_a_page_keeps_its_head_and_replaces_its_tables(tmp_path: Path) -> None:
+def test_written_paper_page_keeps_its_head_and_replaces_its_tables(tmp_path: Path) -> None:
     (tmp_path / "paper.md").write_text("# PAPER\n\nWords.\n\n", "utf-8")
     plot = Plot("Figure 1", "x", "y", (Line("a", (0.0, 1.0), (1.0, 2.0)),))
     found = Reproduction("PAPER", (Row("Figure 1", "s", "m", "u", 4.0, 5.0, "why"),), (plot,))
