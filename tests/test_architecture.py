@@ -237,7 +237,7 @@ def test_every_module_imports_only_what_it_may() -> None:
     assert result == []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_have_no_circular_imports() -> None:
     sources = {module: path.read_text("utf-8") for module, path in MODULES.items()}
     assert cycle(sources, [module for module, path in MODULES.items() if path.name == "__init__.py"]) == []
 
@@ -273,7 +273,7 @@ CORE_ROOMS = ("values", "state", "replica", "routing", "admission", "scaling", "
 """Each may import those before it; admission and scaling do not know each other."""
 
 
-def test_rooms_of_core_import_downwards() -> None:
+def test_core_packages_import_only_lower_ones() -> None:
     result = []
     for module, path in MODULES.items():
         room = module.split(".")[2] if module.startswith("potluck.core.") and module.count(".") > 2 else ""
@@ -285,11 +285,11 @@ def test_rooms_of_core_import_downwards() -> None:
     assert result == []
 
 
-def test_there_are_modules_to_check() -> None:
+def test_architecture_check_covers_the_modules() -> None:
     assert {"potluck", "potluck.core", "potluck.core.codec"} <= set(MODULES)
 
 
-def test_the_table_is_a_hierarchy_and_keeps_sim_and_gateway_apart() -> None:
+def test_import_table_is_a_hierarchy_and_separates_sim_and_gateway() -> None:
     rank: dict[str, int] = {}
     while len(rank) < len(MAY_IMPORT):
         ready = [p for p, uses in MAY_IMPORT.items() if p not in rank and uses <= set(rank)]
@@ -343,24 +343,24 @@ SOUND = [
 
 
 @pytest.mark.parametrize(("module", "source", "says"), BROKEN)
-def test_a_broken_rule_is_caught(module: str, source: str, says: str) -> None:
+def test_forbidden_import_is_detected(module: str, source: str, says: str) -> None:
     result = violations(f"potluck.{module}", source)
     assert len(result) == 1
     assert says in result[0]
 
 
 @pytest.mark.parametrize(("module", "source"), SOUND)
-def test_what_is_allowed_is_not_caught(module: str, source: str) -> None:
+def test_allowed_import_is_accepted(module: str, source: str) -> None:
     assert violations(f"potluck.{module}", source) == []
 
 
-def test_a_package_resolves_its_relative_imports_from_itself() -> None:
+def test_package_resolves_its_relative_imports_from_itself() -> None:
     assert violations("potluck.core", "from .types import Gpu", is_package=True) == []
     assert violations("potluck.core", "from ..perf import step", is_package=True) != []
     assert violations("potluck", "from potluck.core import types", is_package=True) != []
 
 
-def test_a_cycle_is_found_through_deferred_imports_too() -> None:
+def test_import_cycle_through_deferred_imports_is_detected() -> None:
     a, b, c = "potluck.core.a", "potluck.core.b", "potluck.core.c"
     ring = {a: "from potluck.core import b", b: "from .c import x", c: "import potluck.core.a"}
     assert cycle(ring) == [a, b, c, a]

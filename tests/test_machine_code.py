@@ -58,7 +58,9 @@ def garbled(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut_short, emptied, renamed_since, garbled])
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
-def test_what_cannot_be_read_is_made_anew(folder: Path, ending: str, damage: Callable[[Path], None]) -> None:
+def test_damaged_machine_code_file_is_recompiled(
+    folder: Path, ending: str, damage: Callable[[Path], None]
+) -> None:
     assert not from_disk(started())
     assert from_disk(started())
     for file in files(folder, ending):
@@ -67,14 +69,14 @@ def test_what_cannot_be_read_is_made_anew(folder: Path, ending: str, damage: Cal
     assert from_disk(started())
 
 
-def test_what_is_compiled_at_once_survives_as_well(folder: Path) -> None:
+def test_eagerly_compiled_code_survives_a_damaged_file(folder: Path) -> None:
     for _ in range(2):
         assert machine_code(double, ["int64(int64)"], nogil=True)(4) == 8
         for file in files(folder, "nbi"):
             renamed_since(file)
 
 
-def test_without_room_on_disk_it_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_prevent_compilation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from numba.core.caching import IndexDataCacheFile
 
     def full(*_: object) -> None:
@@ -85,7 +87,7 @@ def test_without_room_on_disk_it_goes_on(folder: Path, monkeypatch: pytest.Monke
     assert not list(folder.rglob("*.nbi"))
 
 
-def test_without_a_folder_it_is_compiled_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cache_folder_compiles_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from numba.core.dispatcher import Dispatcher
 
     def none(self: object) -> None:
@@ -95,7 +97,7 @@ def test_without_a_folder_it_is_compiled_in_every_process(monkeypatch: pytest.Mo
     assert not from_disk(started())
 
 
-def test_every_version_of_numba_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_numba_version_has_its_own_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments with unlike versions may share one source."""
     started()
     with monkeypatch.context() as patch:

@@ -24,12 +24,12 @@ def rows(page: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
-def test_there_is_a_page_for_each_paper() -> None:
+def test_every_paper_has_a_page() -> None:
     assert [page.stem for page in PAGES] == ["cauchy", "coral", "cronus", "prfaas", "thunderserve"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_mechanism_names_places_that_exist(page: Path) -> None:
+def test_every_paper_mechanism_names_existing_files(page: Path) -> None:
     result = rows(page)
     assert result
     for mechanism, where, printed, switch in result:
@@ -41,7 +41,7 @@ def test_every_mechanism_names_places_that_exist(page: Path) -> None:
             assert (ROOT / "src" / "potluck" / place).is_file(), f"{mechanism}: {place}"
 
 
-def test_every_switch_exists() -> None:
+def test_every_switch_named_in_paper_pages_exists() -> None:
     names = {field.name for field in fields(Policy)}
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for rule in re.findall(r"--policy (\w+)=", text):

@@ -187,7 +187,7 @@ def test_no_two_test_files_have_one_name() -> None:
     assert {name for name in names if names.count(name) > 1} == set()
 
 
-def test_no_file_names_a_place_on_one_machine() -> None:
+def test_no_file_names_a_path_of_one_machine() -> None:
     result = [f"{name_of(p)}:{line}: {what}" for p in FILES for line, what in machine_places(p.read_bytes())]
     assert result == []
 
@@ -203,7 +203,7 @@ def stale_names(texts: Mapping[str, str], known: Iterable[str]) -> list[str]:
     ]
 
 
-def test_files_that_sources_and_the_map_name_are_there() -> None:
+def test_files_named_in_sources_and_architecture_exist() -> None:
     known = [name_of(path) for path in PYTHON]
     texts = {
         path: (ROOT / path).read_text("utf-8") for path in (*known, "ARCHITECTURE.md", "CONTRIBUTING.md")
@@ -214,13 +214,13 @@ def test_files_that_sources_and_the_map_name_are_there() -> None:
     assert stale_names({"a": "see `gone/away.py`"}, known) == ["a: gone/away.py"]
 
 
-def test_the_readme_names_the_two_commands() -> None:
+def test_readme_names_the_main_make_targets() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert "make up" in text
     assert "make test" in text
 
 
-def test_there_are_files_to_check() -> None:
+def test_tidy_check_covers_the_repository_files() -> None:
     assert {"pyproject.toml", "src/potluck/core/codec.py", "tests/test_tidy.py"} <= set(map(name_of, FILES))
     assert {path for path in walk(ROOT) if path.suffix == ".py"} >= set(PYTHON)
 
@@ -265,35 +265,35 @@ SOUND: list[tuple[Rule, str]] = [
 
 
 @pytest.mark.parametrize(("rule", "text"), BROKEN)
-def test_a_broken_rule_is_caught(rule: Rule, text: str) -> None:
+def test_broken_style_rule_is_detected(rule: Rule, text: str) -> None:
     assert len(list(rule(text))) == 1
 
 
 @pytest.mark.parametrize(("rule", "text"), SOUND)
-def test_what_is_allowed_is_not_caught(rule: Rule, text: str) -> None:
+def test_allowed_code_passes_style_rules(rule: Rule, text: str) -> None:
     assert list(rule(text)) == []
 
 
 @pytest.mark.parametrize("half", ["wo" + "rk", "ro" + "ot", "ho" + "me/ann"])
-def test_a_place_on_one_machine_is_caught(half: str) -> None:
+def test_path_of_one_machine_is_detected(half: str) -> None:
     assert list(machine_places(f"a\ndata = '/{half}/x'\n".encode())) != []
     assert list(machine_places(f"file:///{half}/x".encode())) != []
     assert list(machine_places(f"https://example.org/a/{half}/x and src/{half}/x".encode())) == []
 
 
 @pytest.mark.parametrize("word", ["--index-" + "url x", "PIP_EXTRA_INDEX_" + "URL=x", "find-" + "links"])
-def test_a_package_registry_is_caught(word: str) -> None:
+def test_package_registry_option_is_detected(word: str) -> None:
     assert list(machine_places(word.encode())) != []
 
 
-def test_only_the_command_line_and_benchmarks_print() -> None:
+def test_only_the_command_line_and_benchmarks_may_print() -> None:
     assert prints not in rules_for("src/potluck/cli/main.py")
     assert prints not in rules_for("benchmarks/steps.py")
     assert prints in rules_for("src/potluck/perf/step.py")
     assert prints in rules_for("tests/test_tidy.py")
 
 
-def test_without_git_build_leftovers_are_left_out(tmp_path: Path) -> None:
+def test_build_leftovers_are_skipped_without_git(tmp_path: Path) -> None:
     for name in ("src/a.py", ".venv/b.py", "x.egg-info/c.py", ".mypy_cache/d.py", "src/__pycache__/e.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")

@@ -58,13 +58,13 @@ def worlds(*arguments: str, module: str = "worlds", **environment: str) -> subpr
 
 
 @pytest.mark.parametrize("options", [("--seconds", "45"), ("--kv", "--seconds", "15")])
-def test_fresh_seeds_break_no_rule(options: tuple[str, ...]) -> None:
+def test_fresh_world_seeds_break_no_rule(options: tuple[str, ...]) -> None:
     done = worlds(*options, *FIRST)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("seed", SAME)
-def test_a_seed_is_the_same_run_whatever_hashes_are(seed: tuple[str, ...]) -> None:
+def test_world_of_a_seed_is_the_same_for_any_hash_seed(seed: tuple[str, ...]) -> None:
     stories = []
     for environment in OTHER_HASHES:
         done = worlds(*seed, **environment)
@@ -73,7 +73,7 @@ def test_a_seed_is_the_same_run_whatever_hashes_are(seed: tuple[str, ...]) -> No
     assert stories[0] == stories[1]
 
 
-def test_an_engine_tells_of_requests_that_come_before_it_knows_its_peers() -> None:
+def test_world_engine_reports_requests_before_it_knows_its_peers() -> None:
     script = """
 from types import SimpleNamespace as Made
 from worlds.engines import Engine
@@ -92,7 +92,7 @@ for statuses, troubles in ((2, []), (2, [gateway]), (2, [earlier]), (1, [])):
 @pytest.mark.parametrize(
     ("names", "options"), [(FOUND, ("--most", "40")), (FOUND_KV, ("--kv", "--most", "100"))]
 )
-def test_bugs_put_in_on_purpose_are_found(names: tuple[str, ...], options: tuple[str, ...]) -> None:
+def test_injected_bugs_break_world_rules(names: tuple[str, ...], options: tuple[str, ...]) -> None:
     bugs = (part for bug in names for part in ("--bug", bug))
     done = worlds(*bugs, *options, "--first", "5000")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
@@ -102,14 +102,14 @@ def test_bugs_put_in_on_purpose_are_found(names: tuple[str, ...], options: tuple
 @pytest.mark.parametrize(
     ("bug", "seed"), [("uncounted_failures", "5365"), ("uncounted_starts", "5798"), ("torn_usage", "5035")]
 )
-def test_bug_that_few_seeds_show_breaks_a_rule_in_its_seed(bug: str, seed: str) -> None:
+def test_rare_injected_bug_breaks_a_rule_in_its_seed(bug: str, seed: str) -> None:
     done = worlds("--bug", bug, "--first", seed, "--most", "1")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
-def test_real_processes_fare_as_in_a_world() -> None:
+def test_real_processes_behave_like_a_world() -> None:
     done = worlds("--count", "1", "--first", REAL, module="worlds.real")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "| none, none |" in done.stdout
@@ -122,7 +122,7 @@ def no_room(number: int, data: bytes) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_gateway_starts_on_a_full_disk_with_records_cut_in_half(tmp_path: Path) -> None:
+def test_gateway_starts_on_a_full_disk_with_truncated_records(tmp_path: Path) -> None:
     path, log_path = tmp_path / "usage.jsonl", tmp_path / "brain.log"
     path.write_bytes(b'{"id":"a"}\n{"id":')
     log_path.write_text('{"format":')
@@ -140,19 +140,19 @@ def test_a_gateway_starts_on_a_full_disk_with_records_cut_in_half(tmp_path: Path
     assert log_path.read_text() == '{"format":\nnext\n'
 
 
-def test_a_log_that_was_cut_off_twice_is_read() -> None:
+def test_log_truncated_twice_is_read() -> None:
     facts, policy = FleetFacts({"m": ModelFacts(1e5)}, {}, {}, {}), Policy()
     whole = header(facts, policy)
     result = replay([whole, line(0.0, Tick(), []), whole[:40] + "\n", whole[:90] + "\n", whole], Brain)
     assert (result.runs, result.difference, result.cuts) == (2, "", (3, 4))
 
 
-def test_a_brain_that_takes_anothers_place_reads_which_replicas_are_cordoned(tmp_path: Path) -> None:
+def test_successor_brain_reads_cordoned_replicas(tmp_path: Path) -> None:
     OperatorState(tmp_path).cordoned(["a", "b"])
     assert OperatorState(tmp_path).cordons() == ["a", "b"]
 
 
-def test_a_brain_that_sends_a_request_which_ended_unheard_hears_so() -> None:
+def test_run_for_an_unknown_request_is_answered_with_a_cancellation() -> None:
     told: list[object] = []
     dispatcher = object.__new__(Dispatcher)
     dispatcher._open, dispatcher._acting, dispatcher._news = {}, False, []
@@ -161,7 +161,7 @@ def test_a_brain_that_sends_a_request_which_ended_unheard_hears_so() -> None:
     assert told == [RequestCancelled("r")]
 
 
-def test_a_fetch_ends_at_its_deadline_whatever_has_come() -> None:
+def test_fetch_ends_at_its_deadline_with_chunks_pending() -> None:
     peer_connections = PeerConnections([("a", 1)], shared_memory=False)
     fetch = KvFetch(peer_connections, ("a", 1), FetchRequest("h" * 32, "r", "f", "t"), deadline_s=0.0)
     fetch._ready.append((0, KvChunk(0, "latent", 0, 1, "float32", (1, 1), b"1234")))
