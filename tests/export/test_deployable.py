@@ -21,12 +21,12 @@ from potluck.cli.planning.export_check import checked_export, vllm_flags
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Deployment, Plan, PlannedReplica, Template, plan_to_json
+from potluck.core.values.vllm_version import VLLM_VERSION
 from potluck.export import compose, shell, skypilot
 from potluck.export.compose import ComposeOptions
 from potluck.export.placement import WeightsSource
-from potluck.export.skypilot import VLLM, SkyOptions, infra_of
+from potluck.export.skypilot import SkyOptions, infra_of
 from potluck.spec.load_spec import load_spec
-from potluck.vllm import TESTED
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("commands", "compose", "kubernetes", "skypilot")
@@ -259,7 +259,7 @@ def test_impossible_export_is_refused_in_one_line(
 def test_skypilot_tasks_install_mount_and_stay_in_their_region(tmp_path: Path) -> None:
     done = exported(tmp_path, "skypilot", "--weights", "chat=s3://bucket/llama", made=on("1xL4", 32))
     task = yaml.safe_load((tmp_path / "out" / "chat-0-us-east-1-0-box0.yaml").read_text())
-    assert f"pip install vllm=={VLLM}" in task["setup"]
+    assert f"pip install vllm=={VLLM_VERSION}" in task["setup"]
     assert task["file_mounts"] == {"/models/chat": "s3://bucket/llama"}
     resources = task["resources"]
     assert (resources["infra"], resources["use_spot"]) == ("aws/us-east-1", True)
@@ -449,8 +449,7 @@ def test_container_images_can_be_built_from_the_repository(name: str) -> None:
     assert runner().invoke(cli, json.loads(steps["CMD"])).exit_code == 0
     extras = re.findall(r"EXTRAS=(\S+)", text) or re.findall(r"/build\[(\w+)\]", text)
     assert {extra for item in extras for extra in item.split(",")} <= set(project["optional-dependencies"])
-    assert (name == "Dockerfile.vllm") == (steps["FROM"] == f"vllm/vllm-openai:v{TESTED[0]}")
-    assert TESTED[0] == VLLM
+    assert (name == "Dockerfile.vllm") == (steps["FROM"] == f"vllm/vllm-openai:v{VLLM_VERSION}")
     if "constraints.txt" in text:
         assert "constraints.txt" in next(rest for word, rest in lines if word == "COPY")
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from potluck.api.http import ServedNames
+from potluck.core.values.vllm_version import VLLM_VERSION
 from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService, ConnectorEvents
 from potluck.vllm.adapter.serve import build
 from potluck.vllm.adapter_channel import AdapterChannel
@@ -21,7 +22,7 @@ from potluck.vllm.adapter_channel import AdapterChannel
 HANDLE = "h" * 40
 WORKER = {
     "worker": 0, "kv": ["127.0.0.1", 9000], "fingerprint": "vllm-1", "token_bytes": 512, "block_tokens": 32,
-    "blocks": 100, "dtype": "float32", "version": "0.32.0",
+    "blocks": 100, "dtype": "float32", "version": VLLM_VERSION,
 }  # fmt: skip
 
 

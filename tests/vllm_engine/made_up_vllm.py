@@ -15,8 +15,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 
-def command(folder: Path, version: str = "0.32.0") -> str:
-    """A Python that has nothing but this."""
+def command(folder: Path, version: str | None = None) -> str:
+    """Path of a Python that has nothing but this module as its vLLM, by default of the tested release."""
+    if version is None:
+        from potluck.core.values.vllm_version import VLLM_VERSION  # This module also runs without Potluck.
+
+        version = VLLM_VERSION
     path = folder / f"python-{version}"
     path.write_text(f'#!/bin/sh\nexport MADE_UP_VERSION="{version}"\nexec {sys.executable} {__file__} "$@"\n')
     path.chmod(0o755)
@@ -77,7 +81,7 @@ def main(words: list[str]) -> None:
             "worker": rank, "kv": [extra["host"], extra["port"] + rank], "fingerprint": "f", "token_bytes": 1,
             "tensor": [rank % tensor, tensor], "stage": [stage, len(stages)],
             "layers": [sum(stages[:stage]), sum(stages[: stage + 1])], "block_tokens": 16, "blocks": 9,
-            "dtype": "float32", "version": "0.32.0",
+            "dtype": "float32", "version": os.environ["MADE_UP_VERSION"],
         }  # fmt: skip
         channel.sendall(json.dumps(line).encode() + b"\n")
         threading.Thread(target=hear, args=(channel,), daemon=True).start()

@@ -6,8 +6,9 @@ import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_vllm_live import prompt, until_free
@@ -23,6 +24,8 @@ CUTS = {
     "tp2pp2": (KvLayout(2, (1, 3)), 32),
 }
 """With the tokens of a block; vLLM's attention on a CPU wants multiples of 32."""
+PAIR = ("tp2", "tp1pp2")
+"""Unequal tensor parallelism, stages and block sizes: the pair of `make test-vllm`."""
 RECEIVED, FAILED = "potluck:kv_received_bytes_total", "potluck:kv_failed_fetches_total"
 Fleet = dict[str, Instance]
 
@@ -33,19 +36,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(model: Path) -> Iterator[Fleet]:
+def fleet(model: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """A plain instance, and one per cut; `make test-vllm` starts only those of PAIR."""
     folder = model.parent
-    made: Fleet = {
-        name: CutInstance(model, folder / f"{name}.log", layout, block_tokens=tokens)
-        for name, (layout, tokens) in CUTS.items()
+    selected = [item for item in request.session.items if item.path == request.path]
+    names = CUTS if any(item.get_closest_marker("vllm_all") for item in selected) else PAIR
+    instances: Fleet = {
+        name: CutInstance(model, folder / f"{name}.log", CUTS[name][0], block_tokens=CUTS[name][1])
+        for name in names
     }
-    made["plain"] = Instance(model, folder / "plain.log", connector=False)
+    instances["plain"] = Instance(model, folder / "plain.log", connector=False)
     try:
-        for instance in made.values():
+        for instance in instances.values():
             instance.ready()
-        yield made
+        yield instances
     finally:
-        for instance in made.values():
+        for instance in instances.values():
             instance.end(signal.SIGKILL)
 
 
@@ -55,13 +61,16 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-@pytest.mark.parametrize(("giver", "taker"), product(CUTS, CUTS))
+def pairs() -> Iterator[Any]:
+    for pair in permutations(CUTS, 2):
+        yield pytest.param(*pair, marks=() if pair == PAIR else pytest.mark.vllm_all)
+
+
+@pytest.mark.parametrize(("giver", "taker"), pairs())
 def test_every_pair_of_live_layouts_gives_the_tokens_of_one_instance(
     fleet: Fleet, threads: ThreadPoolExecutor, giver: str, taker: str
 ) -> None:
     """Prefill on one and decode on the other, and prompts that both share at any token."""
-    if giver == taker:
-        pytest.skip("an instance hands nothing to itself")
     sender, receiver, plain = fleet[giver], fleet[taker], fleet["plain"]
     for length, cut in ((300, 299), (300, 71), (90, 64)):
         for attempt in range(3):
@@ -79,6 +88,7 @@ def test_every_pair_of_live_layouts_gives_the_tokens_of_one_instance(
         assert receiver.metric(RECEIVED) - came_bytes == cut * TOKEN_BYTES
 
 
+@pytest.mark.vllm_all
 def test_concurrent_transfers_between_live_layouts_give_equal_tokens(
     fleet: Fleet, threads: ThreadPoolExecutor
 ) -> None:
@@ -97,6 +107,7 @@ def test_concurrent_transfers_between_live_layouts_give_equal_tokens(
         until_free(fleet[name])
 
 
+@pytest.mark.vllm_all
 def test_kv_of_another_prompt_is_refused_and_recomputed(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
     """The control: what crosses is what is answered from. A prompt whose KV comes from elsewhere is not taken."""
     receiver, tokens = fleet["tp2"], prompt("control", 200)
@@ -111,6 +122,7 @@ def test_kv_of_another_prompt_is_refused_and_recomputed(fleet: Fleet, threads: T
     assert len(given.result(60)) == 1
 
 
+@pytest.mark.vllm_all
 def test_embedded_engine_and_vllm_workers_transfer_to_each_other(
     fleet: Fleet, model: Path, threads: ThreadPoolExecutor
 ) -> None:
@@ -151,6 +163,7 @@ def test_embedded_engine_and_vllm_workers_transfer_to_each_other(
         embedded.end()
 
 
+@pytest.mark.vllm_all
 def test_killed_sender_at_any_time_costs_no_answer(
     fleet: Fleet, model: Path, threads: ThreadPoolExecutor
 ) -> None:

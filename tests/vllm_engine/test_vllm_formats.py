@@ -15,7 +15,7 @@ from potluck.core.values.model import CHOSEN, Format
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.vllm_all]
 MEANT = {
     "fp8": ("float8_e4m3fn", (-1, -1)),
     "fp8_block": ("float8_e4m3fn", (128, 128)),

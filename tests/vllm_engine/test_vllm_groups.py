@@ -19,6 +19,7 @@ from vllm_kit import SOURCE, free_port
 
 from potluck.cli.main import run
 from potluck.core.errors import InputError
+from potluck.core.values.vllm_version import VLLM_VERSION
 from potluck.vllm.adapter.node_group import difference, must_be_alike
 from potluck.vllm.adapter.vllm_process import GpuShape, NodePlace, VllmSettings, environment
 
@@ -192,7 +193,8 @@ def test_vllm_nodes_may_differ_in_memory_and_model_path(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("version", "problem"), [("", "has no vLLM; "), ("0.30.1", "has vLLM 0.30.1; this was tried with 0.32.0")]
+    ("version", "problem"),
+    [("", "has no vLLM; "), ("0.30.1", f"has vLLM 0.30.1; this was tested with {VLLM_VERSION}")],
 )
 def test_python_without_the_supported_vllm_is_refused_at_once(
     tmp_path: Path, version: str, problem: str

@@ -12,7 +12,7 @@ from vllm_kit import HIDDEN, KV_HEADS, LAYERS, WIDTH, CutInstance, Instance, han
 
 from potluck.core.values.kv_layout import KvLayout
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.vllm_all]
 STATE_BYTES = LAYERS // 2 * 2 * HIDDEN * 4  # Of each convolution the two latest inputs.
 TOKEN_BYTES = LAYERS // 2 * 2 * KV_HEADS * WIDTH * 4
 Trio = tuple[Instance, Instance, Instance]

@@ -75,12 +75,12 @@ Trio = tuple[Instance, Instance, Instance]
 @pytest.mark.parametrize(
     ("length", "cut"),
     [
-        (100, 64),
-        (100, 71),
-        (100, 1),
-        (100, 99),
-        (100, 100),
-        (3 * BATCH_TOKENS, 600),
+        pytest.param(100, 64, marks=pytest.mark.vllm_all),
+        (100, 71),  # partial prefill: a cut within a block
+        pytest.param(100, 1, marks=pytest.mark.vllm_all),
+        (100, 99),  # prefill apart from decode
+        pytest.param(100, 100, marks=pytest.mark.vllm_all),
+        pytest.param(3 * BATCH_TOKENS, 600, marks=pytest.mark.vllm_all),
         (700, 2 * BATCH_TOKENS + 7),
     ],
 )
@@ -98,6 +98,7 @@ def test_transfer_at_any_cut_gives_the_tokens_of_one_instance(
         assert after["local_compute"] - before["local_compute"] == length - cut
 
 
+@pytest.mark.vllm_all
 def test_concurrent_transfers_in_all_directions_give_equal_tokens(
     trio: Trio, threads: ThreadPoolExecutor
 ) -> None:
@@ -118,6 +119,7 @@ def test_concurrent_transfers_in_all_directions_give_equal_tokens(
     until_free(second)
 
 
+@pytest.mark.vllm_all
 def test_prefixes_cached_on_either_side_are_used(trio: Trio, threads: ThreadPoolExecutor) -> None:
     first, second, plain = trio
     tokens = prompt(77, 400)
@@ -134,6 +136,7 @@ def test_prefixes_cached_on_either_side_are_used(trio: Trio, threads: ThreadPool
     assert second.sources()["external_kv_transfer"] == after["external_kv_transfer"]
 
 
+@pytest.mark.vllm_all
 @pytest.mark.parametrize(("codec", "share"), [("int8", 0.30), ("int4", 0.17)])
 def test_codecs_shrink_kv_and_lossy_blocks_are_not_reused(
     trio: Trio, threads: ThreadPoolExecutor, codec: str, share: float
@@ -152,6 +155,7 @@ def test_codecs_shrink_kv_and_lossy_blocks_are_not_reused(
     assert second.sources()["local_cache_hit"] == before
 
 
+@pytest.mark.vllm_all
 def test_wrong_kv_is_detected(trio: Trio, threads: ThreadPoolExecutor) -> None:
     """That tokens are the same says something: KV of one other token changes them."""
     first, second, plain = trio
@@ -176,6 +180,7 @@ def test_unreachable_sender_is_replaced_by_computing(trio: Trio, threads: Thread
     until_free(second)
 
 
+@pytest.mark.vllm_all
 def test_missing_receiver_leaves_no_blocks_allocated(trio: Trio) -> None:
     first, _, _ = trio
     give = {"request": "y", "give": {"handle": secrets.token_urlsafe(32), "stop": 300, "lasts_s": 3}}
@@ -244,6 +249,7 @@ def test_passthrough_request_gets_its_kv_over_every_route(
         assert gained["local_compute"] == len(tokens) - cut, route
 
 
+@pytest.mark.vllm_all
 def test_gateway_index_follows_cached_and_evicted_prefixes(trio: Trio, mortal: Adapter) -> None:
     tokens, salt = prompt("prefix", 230), "of one tenant"
     follower = Follower(mortal)
@@ -257,6 +263,7 @@ def test_gateway_index_follows_cached_and_evicted_prefixes(trio: Trio, mortal: A
     assert follower.held(prompt(("other", 17), 2000), expected=124) == 124
 
 
+@pytest.mark.vllm_all
 def test_running_vllm_is_profiled_and_planned_with(trio: Trio, mortal: Adapter, tmp_path: Path) -> None:
     python = os.environ.get("POTLUCK_PYTHON") or pytest.skip("POTLUCK_PYTHON says nothing: make test-vllm")
     out = tmp_path / "p.json"

@@ -166,6 +166,7 @@ def test_each_pipeline_stage_transfers_its_layers_to_one_decoder(trio: Trio) -> 
         assert (gained["external_kv_transfer"], gained["local_compute"]) == (cut, length - cut)
 
 
+@pytest.mark.vllm_all
 def test_two_vllm_nodes_answer_as_one_and_restart_together(trio: Trio) -> None:
     pipeline, plain, _ = trio
     same(pipeline, plain, 0)

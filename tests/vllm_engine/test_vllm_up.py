@@ -230,7 +230,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.vllm_all), True])
 def test_openai_client_gets_the_features_of_vllm(service: tuple[Up, Plain], stream: bool) -> None:
     up, plain = service
     below = f"http://127.0.0.1:{plain.port}"
@@ -246,6 +246,7 @@ def test_openai_client_gets_the_features_of_vllm(service: tuple[Up, Plain], stre
     assert set(calls[0][1]) == {"city", "n"}
 
 
+@pytest.mark.vllm_all
 def test_adapters_are_models_by_their_own_names(service: tuple[Up, Plain]) -> None:
     up, plain = service
     with client(up.url) as asking:
@@ -262,6 +263,7 @@ def test_adapters_are_models_by_their_own_names(service: tuple[Up, Plain]) -> No
     assert bare[0] != bare[1], "it makes a difference"
 
 
+@pytest.mark.vllm_all
 def test_vllm_refusals_and_different_prompts_reach_the_client(service: tuple[Up, Plain]) -> None:
     from openai import BadRequestError
 
@@ -279,6 +281,7 @@ def test_vllm_refusals_and_different_prompts_reach_the_client(service: tuple[Up,
     assert chat(up.url, parts, stream=True, **more) == chat(below, parts, stream=True, **more)
 
 
+@pytest.mark.vllm_all
 def test_prefixes_cached_in_vllm_are_found_again_through_the_gateway(service: tuple[Up, Plain]) -> None:
     """vLLM tells of its blocks and the gateway asks for that, so prompts go where they were before, unless that one
     is busy; by chance, half of them would. Between two askings of one are all the others."""

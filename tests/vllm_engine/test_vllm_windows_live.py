@@ -12,7 +12,7 @@ import pytest
 from vllm_kit import GEMMA, LAYERS, TOKEN_BYTES, VOCAB, WINDOW, Instance, handed, make_model, needs_vllm
 from vllm_relay import Relay
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.vllm_all]
 
 Pair = tuple[Instance, Instance]
 SMALL = ("--kv-cache-memory-bytes", str(4 << 20))  # Some 4,000 tokens: a dozen requests at once do not fit.

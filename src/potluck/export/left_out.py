@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from potluck.core.values.vllm_version import VLLM_VERSION
 from potluck.export.placement import CommandOptions, PlacedPlan
-from potluck.export.skypilot import VLLM, infra_of
+from potluck.export.skypilot import infra_of
 
 SHOWN = 4
 
@@ -117,7 +118,7 @@ def of_sky(placed_plan: PlacedPlan, infra: Mapping[str, str], setup: str) -> lis
         if region not in infra and not infra_of(region)
     ]
     lines.append(
-        f"software: machines install vLLM {VLLM} if they need it, and Potluck by {setup!r} (--setup)"
+        f"software: machines install vLLM {VLLM_VERSION} if they need it, and Potluck by {setup!r} (--setup)"
     )
     lines.append(
         "keys: export POTLUCK_API_KEY, which engines ask for (openssl rand -hex 32), then ./launch.sh"

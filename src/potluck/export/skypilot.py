@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any
 
 from potluck.core.errors import InputError
+from potluck.core.values.vllm_version import VLLM_VERSION
 from potluck.export.placement import (
     EVERYWHERE,
     CommandOptions,
@@ -39,7 +40,6 @@ GPU_NAMES = {
     "V100-32": "V100-32GB",
 }
 """A GPU of the catalog to the name that SkyPilot has for it, where they differ."""
-VLLM = "0.32.0"  # The version that Potluck's connector was tried with.
 LEAST_DISK_GB = 256  # SkyPilot's own choice: a task says something only where it needs more.
 ADDRESS = "$(hostname -I | cut -d' ' -f1)"
 CLOUD_REGIONS = (
@@ -177,7 +177,7 @@ def _kv_ports(process: ExportedProcess) -> range:
 def _setup(command_options: CommandOptions, options: SkyOptions, pulled: Mapping[str, WeightsSource]) -> str:
     lines = ["set -e"]
     if command_options.style == "vllm":
-        lines.append(f"pip install vllm=={VLLM}")
+        lines.append(f"pip install vllm=={VLLM_VERSION}")
     lines.append(options.setup)
     if pulled:
         lines.append(f'sudo mkdir -p {options.models} && sudo chown "$USER" {options.models}')

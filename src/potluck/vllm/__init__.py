@@ -9,7 +9,3 @@
 Apart from `potluck.engine`, whose import changes how the process multiplies; vLLM must not get that. Nothing here
 needs a torch of its own: it is vLLM's.
 """
-
-from typing import Final
-
-TESTED: Final = ("0.32.0",)  # The versions of vLLM that this was tried with.

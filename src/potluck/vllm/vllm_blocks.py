@@ -32,8 +32,8 @@ import math
 import re
 from pathlib import Path
 
+from potluck.core.values.vllm_version import VLLM_VERSION
 from potluck.kv.handles import IDLE_KEYS, directory_mark
-from potluck.vllm import TESTED
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Keys and values (tokens, heads, width) into a cache (blocks, heads, tokens, content) at slots."""
@@ -474,10 +474,10 @@ LAYER = re.compile(r"\.(\d+)\.")
 
 
 def check_version(text: str, *, anyway: bool = False) -> str:
-    """A line of warning, or nothing; InputError for a vLLM that this was not tried with."""
-    if text.split("+")[0] in TESTED:
+    """A line of warning, or nothing; InputError for a release of vLLM other than VLLM_VERSION."""
+    if text.split("+")[0] == VLLM_VERSION:
         return ""
-    line = f"this connector was tried with {', '.join(TESTED)}, not with {text}"
+    line = f"this connector was tested with {VLLM_VERSION}, not with {text}"
     if not anyway:
         raise InputError("vLLM", f'{line}; to try, set "any_version": true in kv_connector_extra_config')
     return line

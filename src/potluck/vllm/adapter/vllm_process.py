@@ -22,7 +22,7 @@ import aiohttp
 
 import potluck
 from potluck.core.errors import InputError
-from potluck.vllm import TESTED
+from potluck.core.values.vllm_version import VLLM_VERSION
 
 ASK_S = 5.0
 WAIT_S = 0.25
@@ -228,7 +228,7 @@ FIND_S = 60.0  # In which a Python must say whether it has vLLM.
 
 
 def must_have_vllm(python: str, field: str, *, any_version: bool = False) -> None:
-    """InputError where that Python has no vLLM that this was tried with; `field` names the Python."""
+    """InputError where that Python does not have vLLM VLLM_VERSION; `field` names the Python."""
     try:
         words = [python, "-c", VERSION_CODE]
         done = subprocess.run(words, capture_output=True, text=True, timeout=FIND_S, check=False)
@@ -236,12 +236,12 @@ def must_have_vllm(python: str, field: str, *, any_version: bool = False) -> Non
         why = getattr(error, "strerror", None) or f"did not answer within {FIND_S:g} s"
         raise InputError(field, f"{python} cannot be run ({why})") from error
     version = done.stdout.strip()
-    install = f"`{python} -m pip install vllm=={TESTED[-1]}`"
+    install = f"`{python} -m pip install vllm=={VLLM_VERSION}`"
     if not version:
         line = f"{python} has no vLLM; {install}, or name the Python that has it with {field}"
         raise InputError(field, line)
-    if version.split("+")[0] not in TESTED and not any_version:
-        line = f"{python} has vLLM {version}; this was tried with {', '.join(TESTED)}: {install}"
+    if version.split("+")[0] != VLLM_VERSION and not any_version:
+        line = f"{python} has vLLM {version}; this was tested with {VLLM_VERSION}: {install}"
         raise InputError(field, f"{line}, or name another Python with {field}")
 
 
