@@ -147,7 +147,7 @@ def test_check_warns_of_oversized_models_missing_links_and_low_budgets(
     run(["check", str(spec_with(tmp_path, "Llama-3-70B", L4, "budget_usd_per_h: 0.5\n"))])
     out = capsys.readouterr().out
     assert "warning: Llama-3-70B: no single node holds its 141 GB of weights, it needs a pipeline" in out
-    assert "warning: no link between a and b: no KV cache will cross between them" in out
+    assert "warning: no link between a and b: no KV transfers between them" in out
     assert "warning: the budget is below $1.00 per hour, the price of the cheapest node" in out
     run(["check", str(spec_with(tmp_path, "DeepSeek-V3", L4.replace("40", "4")))])
     assert "no region holds its" in capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_check_warns_of_oversized_models_missing_links_and_low_budgets(
     run(["check", str(spec_with(tmp_path, "Llama-3.1-8B", L4, traffic=traffic))])
     out = capsys.readouterr().out
     assert "some requests have 200,009 tokens, its context ends at 131,072" in out
-    assert "rate_per_s is 0, nothing will be rented for it" in out
+    assert "rate_per_s is 0, so no nodes are planned for it" in out
 
 
 def test_init_and_check_help_have_examples_and_the_json_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,7 +223,7 @@ def test_long_command_reports_its_progress_in_a_pipe(monkeypatch: pytest.MonkeyP
 
     told, pipe = threading.Event(), Pipe()
     monkeypatch.setattr(sys, "stderr", pipe)
-    monkeypatch.setattr(render, "EVERY_S", 0.01)
+    monkeypatch.setattr(render, "REPORT_INTERVAL_S", 0.01)
     with render.progress(2) as progress_bar:
         progress_bar("planning for 0.5")
         assert told.wait(60)

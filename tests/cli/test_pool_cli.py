@@ -45,7 +45,12 @@ def test_pool_plan_names_its_machines(files: tuple[str, str], capsys: pytest.Cap
     assert {m for t in plan.templates for m in t.machines} <= {"node0", "node1", "node2", "node3"}
     assert run(["plan", files[1], "--averages", "--strategy", "thunderserve", "--time-limit", "3"]) == 0
     text = capsys.readouterr().out
-    for words in ("Groups of machines", "of node0", "search in pool:", "What a node is worth"):
+    for words in (
+        "Groups of machines",
+        "of node0",
+        "Group search in pool:",
+        "Value of one node more or less",
+    ):
         assert words in text
 
 
@@ -169,7 +174,7 @@ def test_replan_accepts_slower_links_between_machines(
         (["--workload", "codign"], "did you mean 'coding'?"),
         (["--workload", "talk=coding"], "workload: model: unknown 'talk'"),
         (["--workload", "0/3"], "lengths: input_tokens"),
-        (["--lose", "node0,node1,node2"], "nothing that is left"),
+        (["--lose", "node0,node1,node2"], "the remaining nodes cannot serve"),
     ],
 )
 def test_pool_replan_refuses_invalid_options_in_one_line(

@@ -41,12 +41,13 @@ def test_simulated_plan_search_is_printed_step_by_step(
     assert run(["plan", str(a_spec(tmp_path)), *QUICK, "--cv", "6", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     for words in (
-        "Rehearsal",
+        "SLOs met in simulation",
+        "Plans simulated",
         " fresh ",
-        "rehearsed: chat in time for",
-        "(fresh runs, gaps of CV 6), holds its 90.0 %",
-        "more than the cheapest plan on averages",
-        "What to expect",
+        "chat: SLO attainment",
+        "(target 90 %, fresh runs, arrival CV 6).",
+        "more than the cheapest plan for mean traffic",
+        "Predictions",
     ):
         assert words in text
     plan = plan_from_json(out.read_text())
@@ -60,7 +61,7 @@ def test_plan_json_has_every_simulated_step(tmp_path: Path, capsys: pytest.Captu
     assert message["holds"]
     assert (message["ended"], message["reason"]) == (
         "holds_in_fresh_runs",
-        "holds in runs that the search did not see",
+        "meets its SLOs in fresh simulation runs",
     )
     last = message["steps"][-1]
     assert last["fresh"]
@@ -75,10 +76,11 @@ def test_plan_without_attainment_exits_with_3_and_shows_the_best(
 ) -> None:
     assert run(["plan", str(a_spec(tmp_path, available=1)), *QUICK, "--cv", "6"]) == 3
     text = capsys.readouterr().out
-    assert "Warning: no plan held in simulation: no plan serves" in text
+    assert "SLOs MISSED in simulation" in text
+    assert "Warning: no plan met its SLOs in simulation: no plan serves" in text
     assert "what binds: home: 1x" in text
-    assert "misses its 90.0 %" in text
-    assert "What to expect" in text
+    assert "(target 90 %, arrival CV 6); SLO missed" in text
+    assert "Predictions" in text
 
 
 def test_spec_trace_is_used_for_simulated_arrivals(
@@ -100,9 +102,9 @@ def test_spec_trace_is_used_for_simulated_arrivals(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--averages", "--cv", "2"], "--cv: is for a rehearsal; leave --averages out"),
-        (["--averages", "--requests", "500"], "--requests: is for a rehearsal"),
-        (["--averages", "--rehearse"], "--rehearse: is for a rehearsal"),
+        (["--averages", "--cv", "2"], "--cv: is for simulated plans; leave --averages out"),
+        (["--averages", "--requests", "500"], "--requests: is for simulated plans"),
+        (["--averages", "--rehearse"], "--rehearse: is for simulated plans"),
         (["--rehearse", "--cv", "-1"], "--cv: must not be negative"),
         (["--rehearse", "--requests", "1"], "--requests"),
     ],
@@ -116,7 +118,7 @@ def test_simulation_options_are_refused_with_averages(
 
 def test_plan_without_demand_is_not_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(a_spec(tmp_path, "rate_per_s: 0, input: 600, output: 80")), *QUICK]) == 0
-    assert "Rehearsal" not in capsys.readouterr().out
+    assert "simulat" not in capsys.readouterr().out
 
 
 SHORT = ["--no-explain", "--strategy", "melange", "--requests", "1500"]
@@ -128,10 +130,10 @@ def test_plan_is_simulated_by_default_and_reports_attainment(
     path = a_spec(tmp_path)
     assert run(["plan", str(path), *SHORT]) == 0
     text = capsys.readouterr().out
-    assert "rehearsed: chat in time for" in text
-    assert "requests, holds its 90.0 %" in text
+    assert "SLOs met in simulation" in text
+    assert "simulated requests (target 90 %)." in text
     assert run(["plan", str(path), *SHORT[:3], "--averages"]) == 0
-    assert "on averages: what is expected was not rehearsed" in capsys.readouterr().out
+    assert "for mean traffic, not simulated" in capsys.readouterr().out
 
 
 def test_plan_takes_the_cheapest_fleet_that_attains_the_objective(
@@ -153,8 +155,8 @@ def test_unservable_requests_count_as_missed(tmp_path: Path, capsys: pytest.Capt
     assert run(["plan", str(a_spec(tmp_path, lengths)), *SHORT]) == 3
     text = capsys.readouterr().out
     assert "50 % of its requests are longer than its context" in text
-    assert "of chat's requests are served by no plan, and count as missed" in text
-    assert "misses its 90.0 %" in text
+    assert "of requests unserved by any plan, counted as misses" in text
+    assert "(target 90 %); SLO missed" in text
 
 
 @pytest.mark.slow
@@ -194,8 +196,8 @@ def test_plan_evidence_is_stored_and_reused_only_for_the_same_spec(
     """`up` says what the fresh runs showed, not what a smaller sample would; with another spec it tries anew."""
     out, path = tmp_path / "plan.json", a_spec(tmp_path)
     assert run(["plan", str(path), *QUICK, "--out", str(out)]) == 0
-    (proven,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rehearsed: ")]
-    assert "(fresh runs), holds its 90.0 %" in proven
+    (proven,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" chat: SLO")]
+    assert proven.endswith("simulated requests (target 90 %, fresh runs).")
     asked: list[Plan] = []
 
     def tried(_: object, plan: Plan, *__: object) -> tuple[Evidence, ...]:
@@ -208,7 +210,7 @@ def test_plan_evidence_is_stored_and_reused_only_for_the_same_spec(
         return prepared((plan, spec), load_spec(spec), PlanChoices(5.0), lambda _: None)
 
     result = said(path, out)
-    assert [f"{line}." for line in result.lines] == [proven]
+    assert [f" {line}." for line in result.lines] == [proven]
     assert result.holds
     assert not asked
     other = tmp_path / "more.yaml"
@@ -226,8 +228,8 @@ def test_narrowly_attained_objective_is_not_reported_as_missed() -> None:
     kept = Evidence("chat", 0.95, (0.94, 0.96, 0.97), 900).told()
     assert kept.verdict == "unsure"
     line = evidence_line(kept)
-    assert "misses" not in line
-    assert "is not sure to hold its 95.0 % (93.1 % or more is sure; more runs may tell)" in line
+    assert "missed" not in line
+    assert "(target 95 %); 95 % confident of 93.1 % only, more runs may decide" in line
     late = evidence_line(Evidence("chat", 0.95, (0.9496,) * 3, 9000).told())
-    assert "in time for 94.96 % of 9,000 requests, misses its 95.0 %" in late
+    assert "SLO attainment 94.96 % of 9,000 simulated requests (target 95 %); SLO missed" in late
     assert Evidence("chat", 0.95, (1.0,) * 3, 9000, answered=(0.9,) * 3).told().verdict == "misses"

@@ -193,11 +193,11 @@ def test_replan_answer_that_misses_is_applied_only_with_yes(
     words = ["replan", "--live", "--lose", "office:1xL40S=1", "--apply"]
     assert run(words) == 3
     text = capsys.readouterr().out
-    assert "misses its 90.0 %" in text
-    assert "not applied: this misses in rehearsal. `--yes` applies it all the same" in text
+    assert "(target 90 %); SLO missed" in text
+    assert "not applied: SLOs are missed in simulation. Add nodes, or apply it with --yes" in text
     assert service.applied == []
     assert run([*words, "--yes"]) == 0
-    assert "plan 2 is in force: reallocate, $1.60/h (was $1.86/h)" in capsys.readouterr().out
+    assert "applied plan 2: reallocate, $1.60/h (was $1.86/h)" in capsys.readouterr().out
     assert [item.cost_usd_per_h for item in service.applied] == [1.6]
 
 

@@ -47,7 +47,7 @@ def test_simulate_writes_report_records_and_log(
     assert run(["simulate", *files, *options]) == 0
     out = capsys.readouterr().out
     for word in (
-        *("TTFT", "TPOT", "TBT", "E2E", "within objective", "1xL40S", "output tokens per dollar"),
+        *("TTFT", "TPOT", "TBT", "E2E", "SLO attainment", "1xL40S", "output tokens per dollar"),
         "lost replica",
     ):
         assert word in out
@@ -98,8 +98,8 @@ def test_goodput_brackets_the_highest_rate_and_reports_it(
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.1"]) == 0
     *_, last = capsys.readouterr().out.strip().splitlines()
-    assert last.startswith(f"Goodput: {max(held):.4g} requests/s; there chat is in time for ")
-    assert f"promised. At {min(missed):.4g} requests/s chat would be in time for " in last
+    assert last.startswith(f"Goodput: {max(held):.4g} req/s; SLO attainment of chat ")
+    assert f"(target 90 %). At {min(missed):.4g} req/s that of chat is " in last
 
 
 def test_attainment_just_below_the_target_is_printed_with_more_digits() -> None:
@@ -221,7 +221,7 @@ def test_plan_deviations_fit_eighty_columns_without_losing_text(
         ]
     )
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Not as planned"
+    assert lines[0] == "Deviations from the plan"
     assert max(map(len, lines)) <= 80
     assert "0.789 req/s" in "\n".join(lines)
     assert all(word in " ".join(lines).split() for word in name.split())

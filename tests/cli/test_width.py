@@ -83,8 +83,8 @@ def test_comparison_fits_80_columns_and_names_missed_objectives(
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert "42.0 % < 90.0 %" in out
-    assert "rehearsed with 3,000 requests" in out
-    assert "the plan of auto failed its own check: too many nodes." in out
+    assert "share of 3,000 simulated requests" in out
+    assert "the plan of auto failed verification: too many nodes." in out
 
 
 WORDS = st.lists(st.text("abcdefgh-[", min_size=1, max_size=9), max_size=6).map(" ".join)

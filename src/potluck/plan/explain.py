@@ -191,15 +191,14 @@ def risk_lines(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str], .
     """(model, what it depends on, in words): spot nodes, and copies that it has one of."""
     lines = []
     for risk in spot_risks(problem, plan):
-        often = "none is expected to be taken away"
+        often = "no preemptions expected"
         if risk.preemptions_per_h > 0:
-            often = f"one is taken away every {1 / risk.preemptions_per_h:.3g} h"
+            often = f"a preemption every {1 / risk.preemptions_per_h:.3g} h on average"
         left = f"without all of them {digits(risk.served_without * 100)} % of its demand is served"
         nodes = f"{risk.spot_nodes} of {risk.nodes} nodes are spot"
-        lines.append((risk.model, f"{nodes}; {often} on average, and {left}"))
+        lines.append((risk.model, f"{nodes}; {often}; {left}"))
     for model, copy in single_copies(problem, plan):
-        without = "nothing is served without it; `redundancy: node` adds a spare"
-        lines.append((model, f"{copy} is a single copy, and {without}"))
+        lines.append((model, f"single point of failure: {copy}; `redundancy: node` adds a spare"))
     return tuple(lines)
 
 

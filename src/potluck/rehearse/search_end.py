@@ -51,8 +51,8 @@ class SearchEnd:
         return self.ending in SEARCH_LIMITS
 
 
-HOLDS = SearchEnd("holds", "holds in simulation")
-HOLDS_IN_FRESH_RUNS = SearchEnd("holds_in_fresh_runs", "holds in runs that the search did not see")
+HOLDS = SearchEnd("holds", "meets its SLOs in simulation")
+HOLDS_IN_FRESH_RUNS = SearchEnd("holds_in_fresh_runs", "meets its SLOs in fresh simulation runs")
 REQUESTS_LEFT_OUT = SearchEnd("requests_left_out", "no plan serves all of the requests")
 
 

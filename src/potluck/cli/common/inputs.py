@@ -160,7 +160,7 @@ def weights_in(spec: Spec, plan: Plan) -> dict[str, WeightFormats]:
     return {name: WeightFormats(planned, stored[name]) for name, planned in plan.formats if name in stored}
 
 
-scale_option = option("--slo-scale", type=float, default=1.0, help="All objectives times this.")
+scale_option = option("--slo-scale", type=float, default=1.0, help="Multiply all SLO latencies by this.")
 
 
 def scaled(spec: Spec, factor: float) -> Spec:

@@ -41,7 +41,7 @@ def emit_json(value: object) -> None:
 
 
 def unstyled() -> bool:
-    """Whether somebody asked for text without escape codes (https://no-color.org), or the terminal knows none."""
+    """Whether NO_COLOR (https://no-color.org) or a dumb terminal forbids escape codes."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
@@ -217,7 +217,7 @@ def percent(share: float, below: float | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProgressBar:
-    """Calling it names the stage under way, one of those that were foreseen."""
+    """Calling it with a stage's name starts that stage."""
 
     shown: Progress
     task: TaskID
@@ -226,15 +226,15 @@ class ProgressBar:
         self.shown.update(self.task, description=stage, advance=1)
 
     def far(self, done: int, total: int) -> None:
-        """How far the stage under way has got, for one that counts; from here on the bar is that stage's."""
+        """Show progress within the current stage; the bar then measures that stage alone."""
         self.shown.update(self.task, completed=done, total=total)
 
 
 @contextmanager
 def progress(total: int) -> Iterator[ProgressBar]:
-    """Yields what names the stage under way; `total` is roughly how many there will be.
+    """Yields a progress bar that is called with the name of each stage; `total` is about the number of stages.
 
-    A bar in a terminal; elsewhere a line on stderr every `EVERY_S` seconds.
+    A bar in a terminal; elsewhere a line on stderr every `REPORT_INTERVAL_S` seconds.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -243,21 +243,21 @@ def progress(total: int) -> Iterator[ProgressBar]:
     console, hidden = Console(stderr=True), not sys.stderr.isatty() or unstyled()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         progress_bar, ended = ProgressBar(bar, bar.add_task("starting", total=total)), threading.Event()
-        told = threading.Thread(target=_tell, args=(progress_bar, ended), daemon=True)
+        reporter = threading.Thread(target=_report_stages, args=(progress_bar, ended), daemon=True)
         if hidden:
-            told.start()
+            reporter.start()
         try:
             yield progress_bar
         finally:
             ended.set()
 
 
-EVERY_S = 15.0
+REPORT_INTERVAL_S = 15.0
 
 
-def _tell(progress_bar: ProgressBar, ended: threading.Event) -> None:
+def _report_stages(progress_bar: ProgressBar, ended: threading.Event) -> None:
     began_s = time.monotonic()
-    while not ended.wait(EVERY_S):
+    while not ended.wait(REPORT_INTERVAL_S):
         stage = progress_bar.shown.tasks[0].description
         click.echo(f"{stage}, {time.monotonic() - began_s:.0f} s so far", err=True)
 
@@ -267,19 +267,19 @@ MEANINGS = (
     (DONE, "done"),
     (
         NO,
-        "no (`replay`: a difference; `simulate`: a planned replica got nothing; `export --check`), or broken pipe",
+        "failed: `replay` differs, a planned replica got no request, `export --check` failed, or broken pipe",
     ),
-    (BAD_INPUT, "bad input, or nothing can serve it: one line names the field and the fix"),
+    (BAD_INPUT, "bad input or infeasible: the error line names the field and the fix"),
     (
         MISSED,
-        "done, but an objective is missed, or not all demand is met (`simulate`, `plan`, `bench --slo`)",
+        "done, but an SLO is missed or not all demand is met (`plan`, `simulate`, `bench --slo`)",
     ),
-    (BUG, "a bug of ours (POTLUCK_DEBUG=1 shows the traceback)"),
+    (BUG, "internal error (POTLUCK_DEBUG=1 prints the traceback)"),
     (INTERRUPTED, "interrupted"),
 )
 
 
 def missed() -> NoReturn:
-    """Everything was printed; the exit code says that a promise is not kept."""
+    """Exit with the code for a missed SLO, after all output."""
     sys.stdout.flush()
     sys.exit(MISSED)

@@ -1,4 +1,4 @@
-"""`potluck catalog`: what the catalog knows, with every figure's source, date and doubt."""
+"""`potluck catalog`: the catalog's entries, with the source, date and doubt of every figure."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _json_option = option("--json", "as_json", is_flag=True, help="Print JSON instea
 
 @click.group()
 def catalog() -> None:
-    """Show the GPUs, node types, models, prices and workloads Potluck knows, with their sources."""
+    """List the known GPUs, node types, models, prices and workloads, with their sources."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One kind of entries: how all of them are listed, and what else is said of one."""
+    """A kind of catalog entries and its table."""
 
     module: str
     """Of `potluck.catalog`."""
@@ -99,8 +99,8 @@ GPUS = _Kind(
     ("GPU", "architecture", "FP16\nTFLOPS", "FP8\nTFLOPS", "memory\nGB", "GB/s", "W", "doubt"),
     _gpu_row,
     (
-        "! sources disagree or are incomplete: `potluck catalog gpus NAME` says how.",
-        "~ so many figures are from memory: no data sheet was found for them.",
+        "!  sources disagree or are incomplete; see `potluck catalog gpus NAME`.",
+        "~N N figures have no data sheet as their source.",
     ),
 )
 NODES = _Kind(
@@ -119,16 +119,16 @@ MODELS = _Kind(
         *("context\ntokens", "doubt"),
     ),
     _model_row,
-    ("! assumed or disputed figures: `potluck catalog models NAME` says which.",),
+    ("! assumed or disputed figures; see `potluck catalog models NAME`.",),
     _totals,
 )
 WORKLOADS = _Kind(
     "named_workloads",
     "named workloads to simulate with",
     "Workloads (mean lengths)",
-    ("workload", "prompt\ntokens", "answer\ntokens", "rate\nper s", "CV of\ngaps", "what it is", "assumed"),
+    ("workload", "input\ntokens", "output\ntokens", "req/s", "arrival\nCV", "description", "assumed"),
     _workload_row,
-    ("! partly assumed: `potluck catalog workloads NAME` says what.",),
+    ("! partly assumed; see `potluck catalog workloads NAME`.",),
 )
 
 
@@ -157,16 +157,16 @@ _add_command("workloads", WORKLOADS)
 @catalog.command("prices")
 @option("--node", help="Only this node type, such as 8xH100 or L4.")
 @option("--gpu", help="Only nodes of this GPU, such as L40S.")
-@option("--region", help="Only this place: aws/us-east-1, us-east-1 or a cloud such as runpod.")
+@option("--region", help="Only this region or cloud: aws/us-east-1, us-east-1 or runpod.")
 @option(
     "--from",
     "source",
     type=(click.Choice(["skypilot"]), str),
     metavar="skypilot FILE|DIR|installed",
-    help="Read SkyPilot's catalog (vms.csv) instead; `installed` is the one that it has fetched.",
+    help="Read SkyPilot's catalog (vms.csv); `installed`: the one SkyPilot fetched.",
 )
-@option("--spec", "spec_path", type=FILE, help="With --from: only this spec's offers, as a market file.")
-@option("--out", type=FILE, help="With --spec: write them here, for `potluck plan --market`.")
+@option("--spec", "spec_path", type=FILE, help="With --from: print a market file for the nodes of this spec.")
+@option("--out", type=FILE, help="With --spec: write the market file, for `potluck plan --market`.")
 @_json_option
 def prices_command(
     node: str | None,
@@ -208,10 +208,10 @@ def prices_command(
         emit_json([asdict(price) | {"instance_type": price.instance_type or None} for price in chosen] + rest)
         return
     rows = [_price_row(price) for price in chosen]
-    head = ("node", "place", "USD/h", "spot USD/h", "instance", "date", "basis")
+    head = ("node", "region", "USD/h", "spot USD/h", "instance", "date", "basis")
     table("Prices", head, rows)
     if not rows:
-        click.echo("No such price. Leave out a filter, or give price_usd_per_h in the spec.")
+        click.echo("No price matches. Remove a filter, or set price_usd_per_h in the spec.")
     for why, number in () if there is None else there.left_out:
         click.echo(f"left out: {why} ({number} row{'s' if number > 1 else ''})")
 
@@ -235,7 +235,7 @@ def _show(facts: EntryFacts, as_json: bool, totals: dict[str, float] | None = No
         source = figure.source
         rows.append((figure.field, f"{_plain(figure.value)}{mark}", source.id, source.date, source.kind))
     for field, value in (totals or {}).items():
-        rows.append((f"= {field}", f"{value:,.0f}", "follows from the above", "", "derived"))
+        rows.append((f"= {field}", f"{value:,.0f}", "derived from the above", "", "derived"))
     table(facts.name, ("figure", "value", "source", "date", "kind"), rows)
     for source in dict.fromkeys(figure.source for figure in facts.figures):
         click.echo(f"{source.id}: {source.title}" + (f" ({source.licence})" if source.licence else ""))
@@ -264,7 +264,7 @@ def _facts_json(facts: EntryFacts, totals: dict[str, float] | None = None) -> di
 
 
 def listed_from(where: str) -> SkyPilotPrices:
-    """Of a file, a folder of SkyPilot's catalogs, or the one that it has fetched."""
+    """Prices of a SkyPilot catalog file, of a folder of them, or of the installed one."""
     from potluck.catalog.prices import installed, read, read_all
 
     if where == "installed":
@@ -276,7 +276,7 @@ def listed_from(where: str) -> SkyPilotPrices:
 
 
 def write_offers(spec: Spec, prices: Sequence[Price], source: str, out: Path | None) -> None:
-    """A spec's offers at listed prices as a market file, or on the screen; what keeps its price is said beside it."""
+    """Write a market file with the listed prices of a spec's nodes; unlisted nodes are named on stderr."""
     from potluck.catalog.prices import offer_price
 
     types = {node.name: node for node in spec.node_types}
@@ -293,13 +293,15 @@ def write_offers(spec: Spec, prices: Sequence[Price], source: str, out: Path | N
             value = {"region": region.name, "node": offer.node, "price_usd_per_h": usd_per_h}
             lines.append(f"  - {json.dumps(value)}  # {price.cloud} {price.instance_type}")
     if not lines:
-        raise InputError("--spec", "none of its nodes is listed in its regions; those must be named as there")
+        raise InputError(
+            "--spec", "none of its nodes is listed in its regions; name regions as the catalog does"
+        )
     head = f"# Prices of SkyPilot's catalog ({source}, {', '.join(sorted(dates))}), for --market.\noffers:\n"
     text = head + "\n".join(lines) + "\n"
     if out is None:
         click.echo(text, nl=False)
     else:
         write_text("--out", out, text)
-        click.echo(f"{out}: {len(lines)} offers; `potluck plan SPEC --market {out}` takes them")
+        click.echo(f"{out}: {len(lines)} offers, for `potluck plan SPEC --market {out}`")
     for name in kept:
-        click.echo(f"not listed, keeps its price: {name}", err=True)
+        click.echo(f"not listed, price unchanged: {name}", err=True)

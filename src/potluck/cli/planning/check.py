@@ -1,4 +1,4 @@
-"""`potluck check`: validate a spec and show what it says."""
+"""`potluck check` and `init`: validate a spec; write an example spec."""
 
 from __future__ import annotations
 
@@ -105,21 +105,21 @@ def show(spec: Spec, file: str) -> None:
         "TTFT": lambda m: seconds(m["ttft_s"]),
         "TPOT": lambda m: seconds(m["tpot_s"]),
         "E2E": lambda m: "-" if m["e2e_s"] is None else seconds(m["e2e_s"]),
-        "for": lambda m: percent(m["attainment"]),
+        "SLO target": lambda m: f"{100 * m['attainment']:g} %",
         "req/s": lambda m: count(m["rate_per_s"]),
-        "in": lambda m: count(round(m["mean_input_tokens"])),
-        "out": lambda m: count(round(m["mean_output_tokens"])),
-        "cached": lambda m: percent(m["prefix_hit_share"]),
-        "lengths": lambda m: m["lengths_from"],
+        "input tokens": lambda m: count(round(m["mean_input_tokens"])),
+        "output tokens": lambda m: count(round(m["mean_output_tokens"])),
+        "prefix hits": lambda m: percent(m["prefix_hit_share"]),
+        "length distribution": lambda m: m["lengths_from"],
     }
     table_of("Models", map(_model_row, spec.models), models)
     fleet: dict[str, Callable[[tuple[str, NodeOffer]], object]] = {
         "region": lambda item: item[0],
         "node": lambda item: item[1].node,
         "available": lambda item: count(item[1].available),
-        "per hour": lambda item: usd(item[1].price_usd_per_h),
+        "USD/h": lambda item: usd(item[1].price_usd_per_h),
         "kind": lambda item: _kind(item[1]),
-        "price from": lambda item: spec.price_source(item[0], item[1].node),
+        "price source": lambda item: spec.price_source(item[0], item[1].node),
     }
     table_of("Fleet", [(region.name, offer) for region in spec.regions for offer in region.offers], fleet)
     if spec.links:
@@ -127,7 +127,7 @@ def show(spec: Spec, file: str) -> None:
         table("Links", ("from", "to", "bandwidth", "RTT"), links)
     for model in spec.models:
         for words in model.terms.asked.values():
-            click.echo(f"asked of {model.name}: {words}")
+            click.echo(f"term of {model.name}: {words}")
     if spec.engine != "vllm":
         click.echo(f"engine: {spec.engine}")
     if spec.budget_usd_per_h is not None:
@@ -140,7 +140,7 @@ def show(spec: Spec, file: str) -> None:
 
 
 def _kind(offer: NodeOffer) -> str:
-    parts = [f"spot, {offer.preemptions_per_h:g} lost/h" if offer.spot else "on demand"]
+    parts = [f"spot, {offer.preemptions_per_h:g} preemptions/h" if offer.spot else "on demand"]
     if offer.reserved:
         parts.append(f"{offer.reserved} reserved")
     if offer.zone:
@@ -149,12 +149,12 @@ def _kind(offer: NodeOffer) -> str:
 
 
 def warnings(spec: Spec) -> list[str]:
-    """What is allowed but probably not meant."""
+    """Lines about a valid spec that is probably not as intended."""
     texts = [text for model in spec.models for text in _model_warnings(model, spec)]
     linked = {(link.source, link.target) for link in spec.links}
     for a, b in combinations([region.name for region in spec.regions], 2):
         if linked.isdisjoint(((a, b), (b, a))):
-            texts.append(f"no link between {a} and {b}: no KV cache will cross between them")
+            texts.append(f"no link between {a} and {b}: no KV transfers between them")
     offers = [offer for region in spec.regions for offer in region.offers if offer.available]
     cheapest = min(offer.price_usd_per_h for offer in offers)
     if spec.budget_usd_per_h is not None and spec.budget_usd_per_h < cheapest:
@@ -182,14 +182,14 @@ def _model_warnings(model: ModelSpec, spec: Spec) -> list[str]:
     if most > limit:
         problems.append(f"some requests have {count(round(most))} tokens, its context ends at {count(limit)}")
     if model.traffic.rate_per_s == 0:
-        problems.append("rate_per_s is 0, nothing will be rented for it")
+        problems.append("rate_per_s is 0, so no nodes are planned for it")
     return [f"{model.name}: {problem}" for problem in problems]
 
 
 @click.command()
 @argument("path", type=PATH, default=Path("potluck.yaml"))
 @option("--force", is_flag=True, help="Overwrite a file that exists.")
-@option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def init(path: Path, force: bool, as_json: bool) -> None:
     """Write a commented example spec to PATH (potluck.yaml when left out).
 

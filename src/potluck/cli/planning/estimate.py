@@ -1,4 +1,4 @@
-"""`potluck estimate`: one node, one model, one kind of request."""
+"""`potluck estimate`: performance and cost of one model on one node for requests of one length."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ if TYPE_CHECKING:
 
 
 profile_option = option(
-    "--profile", "profile_paths", multiple=True, type=PATH, help="Step times of `potluck profile`."
+    "--profile", "profile_paths", multiple=True, type=PATH, help="Measured step times (`potluck profile`)."
 )
 
 
 @click.command()
-@option("--model", "model_name", required=True, help="Catalog name, or a Hugging Face directory.")
-@option("--node", "node_name", required=True, help="Such as 2xL40S, H100 or L40S:2.")
-@option("--tp", "--tensor-parallel-size", type=int, help="GPUs per replica; the best one by default.")
+@option("--model", "model_name", required=True, help="Catalog model, or a Hugging Face directory.")
+@option("--node", "node_name", required=True, help="Node type, such as 2xL40S, H100 or L40S:2.")
+@option("--tp", "--tensor-parallel-size", type=int, help="GPUs per replica. Default: the best.")
 @option(
     "--ep",
     type=click.Choice(["none", "tp", "dp"]),
     default="none",
-    help="Spread a mixture's experts over the GPUs, with tensor- or data-parallel attention.",
+    help="Expert parallelism, with tensor- or data-parallel attention.",
 )
 @option("--input", "--isl", "input_tokens", type=int, required=True, help="Prompt tokens.")
 @option("--output", "--osl", "output_tokens", type=int, required=True, help="Output tokens.")
-@option("--ttft-ms", type=float, help="Time to first token that must hold.")
-@option("--tpot-ms", type=float, help="Time per output token that must hold.")
-@option("--weights", "weights_in", help="As if stored in another format: bf16, fp8, fp8_block, int8, ...")
+@option("--ttft-ms", type=float, help="TTFT limit.")
+@option("--tpot-ms", type=float, help="TPOT limit.")
+@option("--weights", "weights_in", help="Weight format: bf16, fp8, fp8_block, int8, ... Default: as stored.")
 @option("--role", type=click.Choice(["mixed", "prefill", "decode"]), default="mixed")
-@option("--price", "price_usd_per_h", type=float, help="USD per hour of the node; else the catalog's.")
-@option("--region", help="Take the catalog's price of this region, such as aws/us-east-1.")
+@option("--price", "price_usd_per_h", type=float, help="Price of the node in USD/h. Default: the catalog's.")
+@option("--region", help="Region of the catalog's price, such as aws/us-east-1.")
 @profile_option
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def estimate(
     model_name: str, node_name: str, input_tokens: int, output_tokens: int, as_json: bool, **options: Any
 ) -> None:
-    """How fast a node serves a model, how much fits, and what a million tokens cost.
+    """Estimate latency, capacity and cost per million tokens of a model on a node.
 
     \b
     Examples:
@@ -111,7 +111,7 @@ def read_profiles(
         profile = named(path, profile_from_json, "--profile")
         if not any(profile_for([profile], model, node, profile.tp) for model in models for node in nodes):
             raise InputError(
-                "--profile", f"{path} is of {profile.model} on {profile.gpu}, which is not asked about"
+                "--profile", f"{path} is of {profile.model} on {profile.gpu}, which the command does not use"
             )
         profiles.append(profile)
     return tuple(profiles)
@@ -158,7 +158,7 @@ def _price(node: str, given_usd_per_h: float | None, region: str | None) -> tupl
     except InputError:
         if region is not None:
             raise
-        return None, "none known; give one with --price"
+        return None, "unknown; set --price"
     return price.price_usd_per_h, f"{price.cloud}/{price.region}, {price.date}, {price.basis}"
 
 
@@ -178,15 +178,19 @@ def _show(estimate: Estimate, input_tokens: int, output_tokens: int, price_from:
     attention = "data" if estimate.ep == "dp" else "tensor"
     experts = "" if estimate.ep == "none" else f", experts spread over {estimate.tp}"
     gpus = f"{attention} parallelism {estimate.tp}{experts}, {estimate.replicas} replica(s)"
-    lengths = f"{input_tokens} in / {output_tokens} out, {estimate.role}"
+    lengths = f"{input_tokens} input / {output_tokens} output tokens, {estimate.role}"
     bar = estimate.rate_bar
     rows = [
-        ("prefill of one prompt", *_time(bar, estimate.prefill_s, estimate.prefill_bound)),
-        ("decode step, alone", *_time(bar, estimate.decode_step_s)),
+        ("prefill time, one prompt", *_time(bar, estimate.prefill_s, estimate.prefill_bound)),
+        ("decode step, batch 1", *_time(bar, estimate.decode_step_s)),
         ("weights", bytes_(estimate.weight_bytes), "per replica"),
-        ("KV memory", bytes_(estimate.kv_bytes), f"{count(estimate.max_batch)} such requests per replica"),
+        (
+            "KV memory",
+            bytes_(estimate.kv_bytes),
+            f"room for {count(estimate.max_batch)} requests per replica",
+        ),
         *_throughput_rows(estimate),
-        ("what binds", estimate.binds, ""),
+        ("bottleneck", estimate.binds, ""),
         (
             "price per hour",
             "unknown" if (price := estimate.price_usd_per_h) is None else usd(price),
@@ -199,7 +203,11 @@ def _show(estimate: Estimate, input_tokens: int, output_tokens: int, price_from:
     if (cost := estimate.usd_per_million_output_tokens) is not None:
         rows.append(("cost per million output tokens", usd(cost), ""))
     rows.append(("confidence", estimate.confidence, confidence_words(estimate)))
-    table(f"{estimate.model} on {estimate.node} ({gpus}), {lengths}", ("", "estimate", ""), rows)
+    table(
+        f"{estimate.model} on {estimate.node} ({gpus}), {lengths}",
+        ("quantity", "estimate", "80 % interval, notes"),
+        rows,
+    )
 
 
 def _throughput_rows(estimate: Estimate) -> list[tuple[str, str, str]]:
@@ -224,7 +232,7 @@ def _throughput_rows(estimate: Estimate) -> list[tuple[str, str, str]]:
 
 
 def _time(error_bar: ErrorBar | None, time_s: float, bound: str = "") -> tuple[str, str]:
-    """The time, and beside it how far to trust it and what bounds it."""
+    """The time, its 80 % interval and whether compute or bandwidth bounds it."""
     parts = [] if error_bar is None else [_between(seconds, *error_bar.around(time_s))]
     return seconds(time_s), ", ".join([*parts, f"{bound}-bound"] if bound else parts)
 
@@ -236,4 +244,4 @@ def _between(words: Callable[[float], str], low: float, high: float) -> str:
 def confidence_words(estimate: Estimate) -> str:
     if estimate.rate_bar is None:
         return f"{estimate.basis}; error unknown"
-    return f"{estimate.basis}; 8 in 10 are within the ranges above, by {estimate.rate_bar.basis}"
+    return f"{estimate.basis}; intervals from {estimate.rate_bar.basis}"

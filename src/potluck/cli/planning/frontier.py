@@ -1,4 +1,4 @@
-"""`potluck frontier`: cost against the objective, against availability, or against the share on spot nodes."""
+"""`potluck frontier`: cost against the SLO, availability, or the share of demand on spot nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from potluck.plan.frontier import FrontierPoint
     from potluck.plan.problem import PlanningProblem
 
-BAR_LETTERS = 16
+BAR_WIDTH = 16  # Characters.
 
 
 @click.command()
@@ -29,22 +29,24 @@ BAR_LETTERS = 16
     "--against",
     type=click.Choice(["objective", "availability", "spot"]),
     default="objective",
-    help="What cost is set against.",
+    help="What to vary: SLO latencies, availability or the spot share.",
 )
-@option("--values", help="Such as 0.5,1,2: what to ask for; else some that are usual.")
+@option("--values", help="Values to plan for, such as 0.5,1,2.")
 @option(
     "--survive",
     "domain",
     type=click.Choice(["node", "zone", "region"]),
     default="node",
-    help="With --against availability: what is lost.",
+    help="With --against availability: the failure domain.",
 )
 @strategy_option
 @averages_option
-@posing_options(10.0, "CPU-seconds, for each plan.")
+@posing_options(10.0, "CPU-seconds for each plan.")
 @json_option
 def frontier(strategy: str, averages: bool, as_json: bool, **options: Any) -> None:
-    """What being stricter costs: each row is what `plan` would find. Without SPEC, the bundled example.
+    """Plan for several SLOs, availability levels or spot shares, and show the cost of each.
+
+    Without SPEC the bundled example is planned.
 
     \b
     Examples:
@@ -88,12 +90,12 @@ def frontier(strategy: str, averages: bool, as_json: bool, **options: Any) -> No
         ]
         emit_json({"against": against, "points": rows, "basis": basis})
         return
-    words = {
-        "objective": "objectives times what is promised",
-        "availability": f"share served without any one {domain}",
-        "spot": "share that spot nodes may carry",
+    quantity = {
+        "objective": "SLO latencies, as a multiple of the spec's",
+        "availability": f"share of demand served after the loss of any one {domain}",
+        "spot": "maximum share of demand on spot nodes",
     }[against]
-    title = f"Cost against {words}: each row is a plan, {basis}"
+    title = f"Cost against {quantity}; plans {basis}"
     _show(title, points, dominated(points, less_is_more=against != "availability"))
 
 
@@ -101,15 +103,15 @@ def _show(title: str, points: Sequence[FrontierPoint], worse: frozenset[float]) 
     most_usd = max(plan.total_usd_per_h for _, plan in points) or 1.0
     table(
         title,
-        ("asked", "USD/h", "", "served", "gap", "nodes"),
+        ("value", "USD/h", "", "demand served", "cost gap", "nodes"),
         [
             (
                 f"{value:g}",
                 usd(plan.total_usd_per_h),
-                "█" * round(plan.total_usd_per_h / most_usd * BAR_LETTERS),
+                "█" * round(plan.total_usd_per_h / most_usd * BAR_WIDTH),
                 percent(plan.fraction),
                 _proof(plan),
-                rented(plan) + (" (not needed: a stricter one costs less)" if value in worse else ""),
+                rented(plan) + (" (dominated: a stricter plan costs less)" if value in worse else ""),
             )
             for value, plan in points
         ],
@@ -117,17 +119,17 @@ def _show(title: str, points: Sequence[FrontierPoint], worse: frozenset[float]) 
 
 
 def _proof(plan: Plan) -> str:
-    """Whether it holds, where it was rehearsed; costs are proven on averages alone."""
+    """Upper bound on the savings of a cheaper plan for mean traffic, or that SLOs are missed in simulation."""
     if not plan.holds:
-        return "misses"
-    return f"{percent(plan.gap)} on averages" if plan.gap >= 1e-6 else "proven on averages"
+        return "SLO missed"
+    return percent(plan.gap) if plan.gap >= 1e-6 else "proven cheapest"
 
 
 def _values(text: str, against: str) -> tuple[float, ...]:
     try:
         values = tuple(sorted({float(part) for part in text.split(",")}))
     except ValueError:
-        problem = f"{text!r} is not numbers with commas between, such as 0.5,1,2"
+        problem = f"{text!r} is not a comma-separated list of numbers, such as 0.5,1,2"
         raise InputError("--values", problem) from None
     low, high = (1e-3, 1e3) if against == "objective" else (0.0, 1.0)
     wrong = next((value for value in values if not low <= value <= high), None)
@@ -137,9 +139,9 @@ def _values(text: str, against: str) -> tuple[float, ...]:
 
 
 def _possible(problem: PlanningProblem, against: str, domain: str) -> None:
-    """Complain of what the fleet has none of, before anything is planned."""
+    """Raise where the fleet has no spot nodes or zones to vary."""
     offers = [offer for region in problem.regions for offer in region.offers]
     if against == "spot" and not any(offer.spot for offer in offers):
         raise InputError("--against", "spot needs spot nodes; add some with spot: true")
     if against == "availability" and domain == "zone" and not any(offer.zone for offer in offers):
-        raise InputError("--survive", "zone is not known of any node; add zone: to the fleet's nodes")
+        raise InputError("--survive", "zone needs nodes with a zone; add zone: to the fleet's nodes")

@@ -1,4 +1,4 @@
-"""`potluck plan` and `compare`: from a spec to plans that were tried in simulation."""
+"""`potluck plan` and `compare`: from a spec to plans that are checked in simulation."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ from potluck.cli.planning.rehearsal import (
     RehearsalOptions,
     asked_of,
     averages_option,
-    basis_of,
     cv_option,
     estimate_of,
+    evidence_lines,
     noted,
     rehearsal_json,
     rehearsal_options,
     rehearsed,
     requests_option,
     show_rehearsal,
+    verdict_of,
 )
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
@@ -64,12 +65,17 @@ _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
 
 @click.command()
 @strategy_option
-@option("--out", type=FILE, help="Write the plan (JSON) here.")
-@option("--html", "page", type=FILE, help="Draw the plan on a page here.")
-@option("--running", type=EXISTING, help="The plan in force.")
-@option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
-@option("--init-penalty", type=float, default=0.0, help="CORAL's K, with --running.")
-@option("--explain/--no-explain", "explained", default=True, help="Say why.")
+@option("--out", type=FILE, help="Write the plan to this JSON file.")
+@option("--html", "page", type=FILE, help="Write the plan as an HTML page.")
+@option("--running", type=EXISTING, help="Plan file of the running fleet, to limit changes to it.")
+@option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: plan at least COUNT copies.")
+@option(
+    "--init-penalty",
+    type=float,
+    default=0.0,
+    help="With --running: node start-up time over time between plans (CORAL's K).",
+)
+@option("--explain/--no-explain", "explained", default=True, help="Print why these GPUs were chosen.")
 @profile_option
 @rehearsal_options
 @posing_options()
@@ -77,7 +83,10 @@ _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
 def plan(
     strategy: str, out: Path | None, page: Path | None, explained: bool, as_json: bool, **options: Any
 ) -> None:
-    """What to rent and how to lay the models out, with a proof of how cheap. Without SPEC, the bundled example.
+    """Find the cheapest nodes and layout that meet the SLOs of SPEC, with a bound on the cost.
+
+    The plan is checked in a short simulation. Without SPEC the bundled example is planned. Exit code 3: an SLO is
+    missed in simulation, or not all demand is met.
 
     \b
     Examples:
@@ -121,7 +130,7 @@ def plan(
             result = noted(outcome.plan, tried, spec, problem, asked.cv)
         outcome = replace(outcome, plan=result)
         notes = (*lossy_notices(result), *notes)
-        progress_bar("asking what else there was")
+        progress_bar("comparing alternatives")
         explanation = (
             replace(explain(factory, outcome, planner, settings), engine=cost) if explained else None
         )
@@ -133,8 +142,9 @@ def plan(
         emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
     else:
         show_notes(notes)
-        show_plan(problem, outcome, basis_of(tried))
-        show_rehearsal(tried, asked, outcome.plan)
+        verdict = verdict_of(tried, asked, outcome.plan)
+        show_plan(problem, outcome, verdict, evidence_lines(tried, asked))
+        show_rehearsal(tried, asked)
         _show_formats(spec, outcome.plan)
         show_engine(cost)
         show_search(factory.searched)
@@ -145,22 +155,21 @@ def plan(
 
 
 def _leaves_out(spec: Spec, problem: PlanningProblem) -> bool:
-    """Whether a model is not planned for: a plan for the others keeps no promise to its users."""
+    """Whether the plan leaves out a model that has demand."""
     served = {demand.name for demand in problem.asks if demand.rate_per_s > 0}
     return any(model.traffic.rate_per_s > 0 and model.name not in served for model in spec.models)
 
 
 def _hurried(factory: TemplateFactory) -> tuple[str, ...]:
-    """What there was no time for: a plan that is proven cheapest is so without these templates, and strategies
-    that were cut short may have cheaper plans of their own."""
+    """Templates and strategies that the time limit left out; the cost bound does not cover them."""
     notes = []
     if kinds := sorted({kind.split(" of ")[0] for kind, _ in factory.left_out}):
         notes.append(
-            f"there was no time for templates of these kinds: {', '.join(kinds)}; --time-limit gives more"
+            f"the time limit left out templates of these kinds: {', '.join(kinds)}; raise --time-limit"
         )
     if factory.cut_short:
         named = ", ".join(f"{name} ({how})" for name, how in sorted(factory.cut_short.items()))
-        notes.append(f"strategies that were cut short, as they would take too long: {named}")
+        notes.append(f"strategies cut short by the time limit: {named}")
     return tuple(notes)
 
 
@@ -170,7 +179,7 @@ def _search_notes(
     outcome: PlanOutcome,
     settings: SolveSettings,
 ) -> tuple[str, ...]:
-    """A budget that would suffice, and what the search had no time for."""
+    """A budget that would suffice, and what the time limit left out."""
     return (*_enough_budget(planner, factory, outcome, settings), *_hurried(factory))
 
 
@@ -188,14 +197,14 @@ def _enough_budget(
     try:
         enough = budget_that_would_do(planner, factory, settings)
     except PotluckError as error:  # the plan itself was made before
-        return (f"the budget that would do for all of the demand is not known: {error}",)
+        return (f"the budget that would meet the whole demand is unknown: {error}",)
     if enough is None:
         return ()
-    return (f"{usd(enough)}/h would do for all of the demand; the budget is {usd(limit)}/h",)
+    return (f"{usd(enough)}/h would meet the whole demand; the budget is {usd(limit)}/h",)
 
 
 def _with_candidates(factory: TemplateFactory, outcome: PlanOutcome, spec: Spec) -> PlanOutcome:
-    """With what scaling may start beside the plan's copies, where the spec's policy does."""
+    """The outcome with the templates that scaling may add, where the spec's policy adds any."""
     from potluck.plan.current_problem import with_candidates
 
     if spec.policy.scaling != "cauchy":
@@ -206,11 +215,11 @@ def _with_candidates(factory: TemplateFactory, outcome: PlanOutcome, spec: Spec)
 def require_service(
     problem: PlanningProblem, outcome: PlanOutcome, limit_s: float, notes: tuple[str, ...] = ()
 ) -> None:
-    """A plan that serves nothing is no plan: say why instead."""
+    """Raise with the reason where the plan serves nothing."""
     from potluck.plan.explain import why_not
 
     if outcome.allocation.status == "unknown":
-        raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
+        raise CapacityError(f"no plan was found within {limit_s:g} s; raise --time-limit")
     asked = [demand.name for demand in problem.asks if demand.rate_per_s > 0]
     if not asked or any(outcome.plan.fraction_of(name) > 0 for name in asked):
         return
@@ -225,12 +234,14 @@ def require_service(
 
 
 def require_sound(problem: PlanningProblem, plan: Plan, pins: Sequence[Deployment] = ()) -> None:
-    """Refuse a plan that fails its own check, or that has fewer copies than a pin asks for: some strategies choose
-    copies by their own rules."""
+    """Refuse a plan that fails verification or has fewer copies than --pin asks for.
+
+    Some strategies choose copies by their own rules and ignore pins.
+    """
     from potluck.plan.verify import verify
 
     if violations := verify(problem, plan):
-        raise CapacityError(f"the plan failed its own check: {violations[0]}")
+        raise CapacityError(f"the plan failed verification: {violations[0]}")
     counts = {(deployment.template, deployment.region): deployment.count for deployment in plan.deployments}
     for pin in pins:
         if (count := counts.get((pin.template, pin.region), 0)) < pin.count:
@@ -241,7 +252,7 @@ def require_sound(problem: PlanningProblem, plan: Plan, pins: Sequence[Deploymen
 def _factory_of(
     problem: PlanningProblem, running_plan: Plan | None, progress_bar: ProgressBar
 ) -> TemplateFactory:
-    """Makes templates; the groups of machines of the plan in force can be chosen again."""
+    """A template factory that may reuse the machine groups of the running plan."""
     from potluck.plan.strategies import TemplateFactory
 
     groups = tuple(t for t in running_plan.templates if t.kind == "group") if running_plan is not None else ()
@@ -260,10 +271,10 @@ def _pin(text: str) -> Deployment:
 def _show_formats(spec: Spec, plan: Plan) -> None:
     for asked in spec.models:
         if (chosen := plan.format_of(asked.name)) is not None:
-            why = "as the spec asks"
+            why = "as in the spec"
             if len(asked.formats) > 1:
-                why = f"the cheapest of {', '.join(asked.formats)}, which the spec allows"
-            paragraph(f"{asked.name}: weights in {chosen}, {why}; their quality is yours to judge.")
+                why = f"the cheapest of the allowed {', '.join(asked.formats)}"
+            paragraph(f"{asked.name}: weights in {chosen}, {why}; output quality is not checked.")
 
 
 def _as_json(
@@ -297,10 +308,10 @@ class SolvedStrategy:
 @posing_options()
 @json_option
 def compare(as_json: bool, **options: Any) -> None:
-    """All strategies on one spec, in one table. Without SPEC, the bundled example.
+    """Compare all planning strategies on one SPEC. Without SPEC, the bundled example.
 
-    Of every strategy it is the cheapest plan that holds in simulation, as `plan --strategy` finds it, all with the
-    same requests; --averages leaves that out.
+    Each row is the cheapest plan of a strategy that meets its SLOs in simulation, as `plan --strategy` finds it; all
+    are simulated with the same requests.
     """
     planning_options, rest = posed_of(options)
     rehearsal_options, spec = asked_of(rest), planning_options.spec()
@@ -315,15 +326,15 @@ def compare(as_json: bool, **options: Any) -> None:
 
         emit_json([encode(compared) for compared in rows])
         for text in left_out:
-            click.echo(f"left out: {text}", err=True)
+            click.echo(f"not compared: {text}", err=True)
         return
     show_notes((*spec.notes, *notes))
     if any(demand.rate_per_s > 0 for demand in problem.asks):
         show_compared(rows)
     else:
-        paragraph("Nothing is rented, as nothing is asked of it: all rates are 0.")
+        paragraph("Nothing to plan: all request rates are 0.")
     for text in left_out:
-        paragraph(f"left out: {text}")
+        paragraph(f"not compared: {text}")
 
 
 def _solved(
@@ -333,7 +344,7 @@ def _solved(
     rehearsal_options: RehearsalOptions,
     progress_bar: ProgressBar,
 ) -> tuple[PlanningProblem, dict[str, SolvedStrategy], list[str], tuple[str, ...]]:
-    """(what is planned for, each strategy's plan, who cannot and why, what nobody can serve)."""
+    """(the problem, each strategy's plan, strategies left out with the reason, notes on demand left out)."""
     from potluck.plan.explain import planned_rest
     from potluck.plan.strategies import STRATEGIES, TemplateFactory
 

@@ -38,7 +38,7 @@ class PlanningOptions:
         return positive("time-limit", self.time_limit_s)
 
     def spec(self) -> Spec:
-        """As it is written, with the objectives and at the prices that are asked for."""
+        """The spec file with the SLO scale, group size and prices of the options."""
         spec = scaled(read_spec(self.spec_path), self.slo_scale)
         if self.max_group_gpus is not None and spec.pool is None:
             raise InputError("--max-group-gpus", "is for groups of a `pool:`, and the spec has a fleet")
@@ -62,32 +62,40 @@ class PlanningOptions:
 
 
 def posed_of(options: Mapping[str, Any]) -> tuple[PlanningOptions, dict[str, Any]]:
-    """A command's options: those that pose the problem, and the others."""
+    """Splits a command's options into planning options and the rest."""
     own = {field.name for field in fields(PlanningOptions)}
     mine = {name: value for name, value in options.items() if name in own}
     return PlanningOptions(**mine), {name: value for name, value in options.items() if name not in own}
 
 
 def posing_options(
-    limit_s: float = 30.0, limit_help: str = "CPU-seconds, templates included."
+    limit_s: float = 30.0, limit_help: str = "CPU-seconds, including template timing."
 ) -> Callable[[Command], Command]:
-    """The options that `PlanningOptions` is made of, and what a spec is named by."""
+    """The SPEC argument and the options that `PlanningOptions` is made of."""
     return option_group(
         argument("spec_path", metavar="[SPEC]", required=False, type=PATH),
         scale_option,
-        option("--market", type=FILE, help="Prices and nodes over the spec's; see docs/operating.md."),
-        option("--seed", type=click.IntRange(min=0), default=0, help="Of search and rehearsal."),
-        option("--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."),
-        option("--max-group-gpus", type=click.IntRange(1, 256), help="Of a pool, that serve together."),
-        option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
-        option("--confidence", "sure", type=float, default=0.5, help="0.9: plan for slow step times."),
-        option("--headroom", type=float, default=0.8, help="How busy replicas may be."),
+        option("--market", type=FILE, help="File of prices and node counts that override the spec's."),
+        option("--seed", type=click.IntRange(min=0), default=0, help="Random seed of search and simulation."),
+        option("--what-if", multiple=True, help="REGION:NODE=COUNT: change a node count."),
+        option("--max-group-gpus", type=click.IntRange(1, 256), help="With `pool:`: largest group of GPUs."),
+        option("--budget", "budget_usd_per_h", type=float, help="Maximum cost in USD/h."),
+        option(
+            "--confidence",
+            "sure",
+            type=float,
+            default=0.5,
+            help="Quantile of predicted step times to plan for; 0.9 is pessimistic.",
+        ),
+        option("--headroom", type=float, default=0.8, help="Maximum planned utilization of replicas."),
         option("--time-limit", "time_limit_s", type=float, default=limit_s, help=limit_help),
     )
 
 
 NAMES = "auto, homo, melange, cauchy, -ce, -mc, -mce, cronus, prfaas, coral, thunderserve, hexgen, distserve, vllm-dp"
-strategy_option = option("--strategy", default="auto", help=f"{NAMES}; see `potluck compare`.")
+strategy_option = option(
+    "--strategy", default="auto", help=f"Planning strategy: {NAMES}. `potluck compare` runs all."
+)
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

@@ -1,4 +1,4 @@
-"""Plans tried in simulation: wiring from a spec to a rehearsal, short by default, and how it is shown."""
+"""Rehearsal: plans judged in simulation, from a spec and command options, and how the result is printed."""
 
 from __future__ import annotations
 
@@ -29,32 +29,61 @@ if TYPE_CHECKING:
     from potluck.spec.spec_values import Spec
 
 
-KEPT = {"holds": "holds", "unsure": "is not sure to hold", "misses": "misses"}
-"""How a promise fared, in words."""
+VERDICTS = {"holds": "met", "unsure": "uncertain", "misses": "missed"}
+"""How a table says whether an SLO was met."""
 EVIDENCE = ("model", "promised", "requests", "holds", "left_out", "answer_lengths", "ttft_s", "tpot_s")
 
 
 def evidence_line(tried: Tried) -> str:
-    """What simulation says of one model, with how much it saw."""
-    kept = f"{KEPT[tried.verdict]} its {percent(tried.promised)}"
-    if tried.verdict == "unsure":
-        kept += f" ({percent(tried.at_least, tried.promised)} or more is sure; more runs may tell)"
-    if not tried.answers:
-        kept += f"; answered {percent(tried.answered)} or more"
-    about = [
+    """A model's SLO attainment in simulation, with the number of requests and the target."""
+    runs = [
+        f"target {target(tried.promised)}",
         *(["fresh runs"] if tried.fresh else []),
-        *([f"gaps of CV {tried.gap_cv:g}"] if tried.gap_cv is not None else []),
+        *([f"arrival CV {tried.gap_cv:g}"] if tried.gap_cv is not None else []),
     ]
-    runs = f" ({', '.join(about)})" if about else ""
-    attained = f"{percent(tried.attained, tried.promised)} of {tried.requests:,} requests"
-    whose = f"{tried.model}'s class {tried.request_class}" if tried.request_class else tried.model
-    return f"rehearsed: {whose} in time for {attained}{runs}, {kept}"
+    model = f"{tried.model}, class {tried.request_class}" if tried.request_class else tried.model
+    attained = f"{percent(tried.attained, tried.promised)} of {tried.requests:,} simulated requests"
+    line = f"{model}: SLO attainment {attained} ({', '.join(runs)})"
+    if tried.verdict == "unsure":
+        line += f"; 95 % confident of {percent(tried.at_least, tried.promised)} only, more runs may decide"
+    elif tried.verdict == "misses":
+        line += "; SLO missed"
+    if not tried.answers and tried.answered < 1:
+        line += f", as only {percent(tried.answered)} of the requests of a run were answered"
+    return line
+
+
+def target(share: float) -> str:
+    """`99.5 %`: the share of requests that an SLO asks for."""
+    return f"{100 * share:g} %"
+
+
+def verdict_of(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOptions, plan: Plan) -> str:
+    """Whether the plan's SLOs were met in simulation, for its first line."""
+    if rehearsal is not None:
+        return f"SLOs {'met' if rehearsal.holds else 'MISSED'} in simulation"
+    short = "" if plan.fraction >= 1 or rehearsal_options.averages else ", as it serves a part of the demand"
+    return f"for mean traffic, not simulated{short}"
+
+
+def evidence_lines(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOptions) -> list[str]:
+    """The SLO attainment of every model under the best plan; nothing without a rehearsal."""
+    if rehearsal is None:
+        return []
+    best_plan, lines = rehearsal.best, []
+    for item in best_plan.evidence:
+        lines.append(evidence_line(item.told(best_plan.fresh, rehearsal_options.cv)))
+        if item.left_out > 0:
+            lines.append(
+                f"{item.model}: {percent(item.left_out)} of requests unserved by any plan, counted as misses"
+            )
+    return lines
 
 
 def noted(
     plan: Plan, rehearsal: Rehearsal, spec: Spec, problem: PlanningProblem, gap_cv: float | None
 ) -> Plan:
-    """The best plan with what it was seen to do, for whoever reads it later."""
+    """The best plan with the SLO attainment that simulation showed, for the plan file."""
     from potluck.core.values.plan import Rehearsed
     from potluck.plan.explain import expected
 
@@ -66,13 +95,13 @@ def noted(
 
 
 def known_of(plan: Plan, spec: Spec, problem: PlanningProblem) -> tuple[Tried, ...]:
-    """What a plan brings along of how it fared with this very spec; nothing where it was tried with another one."""
+    """SLO attainment that a plan file has of this very spec; nothing where it was simulated with another one."""
     message = plan.rehearsed
     return message.models if message is not None and message.of == mark_of_trial(plan, spec, problem) else ()
 
 
 def mark_of_trial(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
-    """Of all that decides how a rehearsal of a plan ends, seeds and lengths of runs apart."""
+    """A digest of the inputs of a rehearsal, apart from seeds and lengths of runs."""
     from potluck.cli.simulating.simulation import SimulationInputs, scene_of
     from potluck.core.values.plan import mark_of, plan_from_json, plan_to_json
 
@@ -82,43 +111,49 @@ def mark_of_trial(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
     return mark_of(repr((resolved_plan, tuple(model.traffic for model in spec.models), spec.policy)))
 
 
-MOST_LINES = 6
-SHORT_S, SHORT_PLAN_S = 30.0, 5.0
-"""CPU-seconds after which a short rehearsal begins no further plan; those that each solve takes at most."""
-LONG_REQUESTS = 100_000
-"""Of one plan of one model, with --rehearse."""
-Said = Callable[[str], None]
-Far = Callable[[int, int], None]
+MAX_DEVIATION_LINES = 6
+SHORT_REHEARSAL_CPU_S, SHORT_SOLVE_CPU_S = 30.0, 5.0
+"""After this time a short rehearsal starts no further plan; limit of each of its solves."""
+LONG_REHEARSAL_MAX_REQUESTS = 100_000
+"""Simulated requests per plan and model, with --rehearse."""
+ReportStage = Callable[[str], None]
+ReportProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsalOptions:
-    """The options of a rehearsal. None leaves it to the kind of rehearsal, short or long."""
+    """The options of a rehearsal; None takes the default of a short or a long one."""
 
     rehearse: bool = False
-    """Long: more plans and more requests of each, with a proof in fresh runs."""
+    """Long: more plans, more requests, and fresh runs for the best plan."""
     cv: float | None = None
     requests: int | None = None
     attainment: str = "closed"
     averages: bool = False
-    """None at all."""
+    """No simulation: plan for mean traffic."""
 
 
-cv_option = option("--cv", type=float, help="Variation of a rehearsal's gaps: 1 is Poisson, above it bursts.")
-requests_option = option(
-    "--requests", type=click.IntRange(min=100), help="Simulated of each model, at most, to judge one plan."
+cv_option = option(
+    "--cv", type=float, help="Coefficient of variation of simulated inter-arrival times; 1: Poisson."
 )
-averages_option = option("--averages", is_flag=True, help="Plan on averages alone: no short rehearsal.")
+requests_option = option(
+    "--requests", type=click.IntRange(min=100), help="Simulated requests per plan and model, at most."
+)
+averages_option = option("--averages", is_flag=True, help="Plan for mean traffic only; skip the simulation.")
 
 
 rehearsal_options = option_group(
-    option("--rehearse", is_flag=True, help="Try more plans, for longer, and prove the best in fresh runs."),
+    option(
+        "--rehearse",
+        is_flag=True,
+        help="Simulate more plans for longer, and the best one again with fresh requests.",
+    ),
     averages_option,
     option(
         "--attainment",
         type=click.Choice(["closed", "simulated"]),
         default="closed",
-        help="How pairs of a pool are judged.",
+        help="With `pool:`: estimate the SLO attainment of pairs in closed form, or simulate them.",
     ),
     cv_option,
     requests_option,
@@ -132,12 +167,12 @@ def rehearsed(
     planner: Planner,
     settings: SolveSettings,
     rehearsal_options: RehearsalOptions,
-    far: Far = lambda done, total: None,
+    report_progress: ReportProgress = lambda done, total: None,
     seen: dict[object, Evidence] | None = None,
 ) -> Rehearsal | None:
-    """The rehearsal that the options ask for; None without one, or where nothing is asked of the fleet.
+    """The rehearsal that the options ask for; None with --averages, without demand, or for a part of the demand.
 
-    `seen` is what trials of the same spec have shown before.
+    `seen` caches evidence of the same spec between calls.
     """
     if rehearsal_options.averages or not any(demand.rate_per_s > 0 for demand in factory.problem.asks):
         return None
@@ -148,22 +183,22 @@ def rehearsed(
     factory = factory.settled(outcome.plan)
     trial = trial_of(spec, factory.problem, outcome.plan, rehearsal_options, settings.seed)
     began_s, cv = time.process_time(), 1.0 if rehearsal_options.cv is None else rehearsal_options.cv
-    rules = RehearsalRules(cv=cv, enough=lambda: time.process_time() - began_s > SHORT_S)
+    rules = RehearsalRules(cv=cv, enough=lambda: time.process_time() - began_s > SHORT_REHEARSAL_CPU_S)
     if rehearsal_options.rehearse:
-        rules = RehearsalRules(60, 16, 10 * LONG_REQUESTS, fresh=True, cv=cv)
+        rules = RehearsalRules(60, 16, 10 * LONG_REHEARSAL_MAX_REQUESTS, fresh=True, cv=cv)
     else:
-        settings = replace(settings, time_limit_s=min(settings.time_limit_s, SHORT_PLAN_S))
-    return rehearse(factory, planner, settings, judge_of(trial, far), rules, outcome, seen)
+        settings = replace(settings, time_limit_s=min(settings.time_limit_s, SHORT_SOLVE_CPU_S))
+    return rehearse(factory, planner, settings, judge_of(trial, report_progress), rules, outcome, seen)
 
 
-def judge_of(trial: TrialSetup, far: Far = lambda done, total: None) -> Judge:
+def judge_of(trial: TrialSetup, report_progress: ReportProgress = lambda done, total: None) -> Judge:
     from potluck.rehearse.evidence import evidence_of
 
-    return lambda plan, names, first_run: evidence_of(trial, plan, names, first_run, far)
+    return lambda plan, names, first_run: evidence_of(trial, plan, names, first_run, report_progress)
 
 
 def rehearsing(planner: Planner, spec: Spec) -> Planner:
-    """The planner whose plans are the cheapest that hold in a short rehearsal; closest, where none does."""
+    """A planner that returns the cheapest plan that meets its SLOs in a short rehearsal, else the closest."""
 
     def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         outcome = planner(factory, settings)
@@ -180,7 +215,7 @@ def rehearsing(planner: Planner, spec: Spec) -> Planner:
 
 
 def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
-    """The spec with the nodes, links, rates and lengths that there are after what happened."""
+    """The spec with the current nodes, links, rates and lengths of a problem."""
     asks = {demand.name: demand for demand in problem.asks}
     models = tuple(
         replace(model, traffic=_traffic_now(model.traffic, asks[model.name])) if model.name in asks else model
@@ -208,14 +243,14 @@ def _traffic_now(traffic: Traffic, model_demand: ModelDemand) -> Traffic:
 
 
 def planner_of(strategy: str, spec: Spec, averages: bool) -> Planner:
-    """A strategy whose plans hold in a short rehearsal, unless averages are asked for."""
+    """A strategy whose plans meet their SLOs in a short rehearsal, unless `averages`."""
     planner = strategy_of(strategy)
     return planner if averages else rehearsing(planner, spec)
 
 
 def basis_of_all(averages: bool) -> str:
-    """Where what plans of these commands promise comes from."""
-    return "proven on averages, not rehearsed" if averages else "each rehearsed in simulation"
+    """Whether the plans of a table were simulated."""
+    return "for mean traffic, not simulated" if averages else "each checked in simulation"
 
 
 def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
@@ -230,20 +265,20 @@ def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
         }
         for name, value in given.items():
             if value not in (None, False):
-                raise InputError(name, "is for a rehearsal; leave --averages out")
+                raise InputError(name, "is for simulated plans; leave --averages out")
     return rehearsal_options
 
 
 def tried_briefly(
-    spec: Spec, problem: PlanningProblem, plan: Plan, said: Said = lambda _: None
+    spec: Spec, problem: PlanningProblem, plan: Plan, report_stage: ReportStage = lambda _: None
 ) -> tuple[Tried, ...]:
-    """What simulation shows of a plan, of what is asked and there now; nothing where nothing is asked."""
+    """SLO attainment of a plan in a short simulation of the current problem; nothing without demand."""
     from potluck.rehearse.rehearsal import tried
 
     spec = spec_now(spec, problem)
     if not any(model.traffic.rate_per_s > 0 for model in spec.models):
         return ()
-    said("rehearsing")
+    report_stage("simulating the plan")
     trial = trial_of(spec, problem, plan, RehearsalOptions())
     return tuple(evidence.told() for evidence in tried(judge_of(trial), plan, trial.traffic))
 
@@ -251,7 +286,7 @@ def tried_briefly(
 def estimate_of(
     spec: Spec, problem: PlanningProblem, rehearsal_options: RehearsalOptions, seed: int = 0
 ) -> Estimate | None:
-    """What tries pairs of a pool's replicas under `--attainment simulated`; None: the closed form does."""
+    """The simulator of replica pairs for `--attainment simulated`; None: closed form."""
     if rehearsal_options.attainment == "closed":
         return None
     from potluck.cli.simulating.simulation import SimulationInputs, scene_of
@@ -270,7 +305,7 @@ def estimate_of(
 def trial_of(
     spec: Spec, problem: PlanningProblem, plan: Plan, rehearsal_options: RehearsalOptions, seed: int = 0
 ) -> TrialSetup:
-    """How plans of a spec are tried."""
+    """How plans of a spec are simulated: resolved plan, request source and limits."""
     from potluck.cli.simulating.simulation import SimulationInputs, scene_of
     from potluck.rehearse.evidence import LOOKS, TrialSetup
     from potluck.rehearse.request_sources import PIECES, made_up, recorded
@@ -297,13 +332,13 @@ def trial_of(
         resolved_plan, source, spec.policy, Running(), {item.model: item for item in traffic}, shares
     )
     most = rehearsal_options.requests or (
-        LONG_REQUESTS if rehearsal_options.rehearse else setup.most_requests
+        LONG_REHEARSAL_MAX_REQUESTS if rehearsal_options.rehearse else setup.most_requests
     )
     return replace(setup, most_requests=most, looks=LOOKS[: PIECES // 2] if traces else LOOKS)
 
 
 def _traces(spec: Spec, rehearsal_options: RehearsalOptions) -> dict[str, Workload]:
-    """The spec's own traces, where they have times and requests enough; everything else is made up."""
+    """The spec's own traces that are long enough to replay; requests of other models are synthetic."""
     from potluck.cli.common.workloads import WorkloadOptions as Wanted
     from potluck.cli.common.workloads import of_trace
     from potluck.rehearse.request_sources import LEAST_PIECE, PIECES
@@ -324,7 +359,7 @@ def _traces(spec: Spec, rehearsal_options: RehearsalOptions) -> dict[str, Worklo
 
 
 def _left_out(problem: PlanningProblem) -> dict[str, list[tuple[int, bool]]]:
-    """(longest prompt, whether nothing serves it) of the buckets of models of which the plan leaves some out."""
+    """(longest prompt, whether no template serves it) of each bucket, for models that are served in part."""
     return {
         model_demand.name: [
             (demand.longest_tokens, demand.rate_per_s <= 0) for demand in model_demand.demands
@@ -356,35 +391,16 @@ def _without(workload: Workload, left_out: Mapping[str, Sequence[tuple[int, bool
     return workload.take(np.flatnonzero(kept))
 
 
-def basis_of(rehearsal: Rehearsal | None) -> str:
-    """What a proof is about: nothing but averages are ever proven."""
-    if rehearsal is None or rehearsal.best.plan.deployments == rehearsal.averages.plan.deployments:
-        return "on averages"
-    return f"{rehearsal.end if rehearsal.holds else 'closest to holding'}; on averages"
-
-
-def show_rehearsal(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOptions, plan: Plan) -> None:
-    """Every plan that was tried where there were several, and what came of it."""
-    if rehearsal is None and not plan.deployments:
-        return
+def show_rehearsal(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOptions) -> None:
+    """The plans that were simulated where there were several, and how the chosen one was found."""
     if rehearsal is None:
-        short = (
-            "" if plan.fraction >= 1 or rehearsal_options.averages else ", as it serves a part of the demand"
-        )
-        paragraph(f"on averages: what is expected was not rehearsed in simulation{short}.")
         return
     if len(rehearsal.steps) > 1:
         _show_plans(rehearsal)
     best_plan, averages_usd = rehearsal.best, rehearsal.averages.plan.total_usd_per_h
-    for item in best_plan.evidence:
-        paragraph(f"{evidence_line(item.told(best_plan.fresh, rehearsal_options.cv))}.")
-        if item.left_out > 0:
-            paragraph(
-                f"{percent(item.left_out)} of {item.model}'s requests are served by no plan, and count as missed."
-            )
-    wrong = dict.fromkeys(line for entry in best_plan.evidence for line in entry.disagreed)
-    for line in list(wrong)[:MOST_LINES]:
-        paragraph(f"Not as planned: {line}.")
+    deviations = dict.fromkeys(line for entry in best_plan.evidence for line in entry.disagreed)
+    for line in list(deviations)[:MAX_DEVIATION_LINES]:
+        paragraph(f"Simulation deviates from the plan: {line}.")
     change = best_plan.cost_usd_per_h - averages_usd
     if not rehearsal.holds:
         dearest = max(rehearsed.cost_usd_per_h for rehearsed in rehearsal.steps)
@@ -395,14 +411,17 @@ def show_rehearsal(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOpti
         longer = (
             ""
             if rehearsal_options.rehearse or not rehearsal.end.longer_may_help
-            else " --rehearse tries more plans."
+            else " --rehearse simulates more plans."
         )
-        paragraph(f"Warning: no plan{more} held in simulation: {rehearsal.end}. This one {which}.{longer}")
-    elif len(rehearsal.steps) > 1:
-        was = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
-        was = "as much as" if abs(change) < 0.005 else was
         paragraph(
-            f"The plan {rehearsal.end}: {was} the cheapest plan on averages, of {len(rehearsal.steps)} tried."
+            f"Warning: no plan{more} met its SLOs in simulation: {rehearsal.end}. This plan {which}.{longer}"
+        )
+    elif len(rehearsal.steps) > 1:
+        difference = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
+        difference = "as much as" if abs(change) < 0.005 else difference
+        paragraph(
+            f"The chosen plan {rehearsal.end} and costs {difference} the cheapest plan for mean traffic "
+            f"({len(rehearsal.steps)} plans simulated)."
         )
     click.echo()
 
@@ -410,15 +429,19 @@ def show_rehearsal(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOpti
 def _show_plans(rehearsal: Rehearsal) -> None:
     rows = []
     for rehearsed in rehearsal.steps:
-        message = (f"{rehearsed.number}{' fresh' if rehearsed.fresh else ''}", usd(rehearsed.cost_usd_per_h))
+        plan_cells = (
+            f"{rehearsed.number}{' fresh' if rehearsed.fresh else ''}",
+            usd(rehearsed.cost_usd_per_h),
+        )
         for item in rehearsed.evidence:
             promised = item.promised
-            verdict = f"{KEPT[item.told().verdict]} {percent(promised)}"
-            refused = "" if item.answers else ", refuses"
+            verdict = f"{VERDICTS[item.told().verdict]}, target {target(promised)}"
+            refused = "" if item.answers else ", refusals"
             shares = (percent(item.mean, promised), percent(item.lower, promised))
-            rows.append((*message, item.model, rehearsed.made[item.model], *shares, f"{verdict}{refused}"))
-            message = ("", "")
-    table("Rehearsal", ("plan", "USD/h", "model", "made by", "attained", "at least", "objective"), rows)
+            rows.append((*plan_cells, item.model, rehearsed.made[item.model], *shares, f"{verdict}{refused}"))
+            plan_cells = ("", "")
+    heads = ("plan", "USD/h", "model", "source", "SLO attainment", "95 % lower bound", "SLO")
+    table("Plans simulated", heads, rows)
 
 
 def rehearsal_json(rehearsal: Rehearsal | None) -> dict[str, object]:

@@ -31,7 +31,13 @@ from potluck.cli.common.render import emit_json, missed, paragraph, percent, pro
 from potluck.cli.fleet.service import nothing, opened, state_option, with_gateway
 from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
-from potluck.cli.planning.rehearsal import Said, averages_option, evidence_line, rehearsing, tried_briefly
+from potluck.cli.planning.rehearsal import (
+    ReportStage,
+    averages_option,
+    evidence_line,
+    rehearsing,
+    tried_briefly,
+)
 from potluck.core.errors import CapacityError, InputError, UnknownNameError, did_you_mean
 from potluck.core.figures import seconds
 from potluck.core.state.facts import spoken
@@ -52,9 +58,9 @@ VERDICTS = ("holds", "unsure", "misses")
 
 
 def best_tried(
-    answers: Sequence[ReplanOption], spec: Spec, problem: PlanningProblem, said: Said
+    answers: Sequence[ReplanOption], spec: Spec, problem: PlanningProblem, report_stage: ReportStage
 ) -> tuple[ReplanOption, tuple[Tried, ...]]:
-    """Of the answers that serve most, the first that holds in rehearsal, else the closest; and what was seen."""
+    """Of the options that serve most, the first that meets its SLOs in simulation, else the closest."""
     most = max(replan_option.served_fraction for replan_option in answers)
     seen: dict[object, tuple[Tried, ...]] = {}
     result: list[tuple[int, ReplanOption, tuple[Tried, ...]]] = []
@@ -63,7 +69,7 @@ def best_tried(
             continue
         key = (replan_option.plan.deployments, replan_option.plan.shares, replan_option.plan.flows)
         if key not in seen:
-            seen[key] = tried_briefly(spec, problem, replan_option.plan, said)
+            seen[key] = tried_briefly(spec, problem, replan_option.plan, report_stage)
         worst = max((VERDICTS.index(tried.verdict) for tried in seen[key]), default=0)
         result.append((worst, replan_option, seen[key]))
         if worst == 0:
@@ -72,27 +78,31 @@ def best_tried(
     return best_option, shown
 
 
-REFUSED = "not applied: this misses in rehearsal. `--yes` applies it all the same; more nodes may help"
+REFUSED = "not applied: SLOs are missed in simulation. Add nodes, or apply it with --yes"
 
 
 @click.command()
 @argument("plan_path", metavar="[PLAN]", required=False, type=EXISTING)
 @argument("spec_path", metavar="[SPEC]", required=False, type=PATH)
-@option("--live", is_flag=True, help="For the service that runs here, without PLAN and SPEC.")
-@option("--apply", "applied", is_flag=True, help="With --live: put the best into force, unless it misses.")
-@option("--yes", "anyway", is_flag=True, help="With --apply: also one that misses.")
+@option("--live", is_flag=True, help="Use plan and spec of the running service.")
+@option("--apply", "applied", is_flag=True, help="With --live: apply the best option, if it meets its SLOs.")
+@option("--yes", "anyway", is_flag=True, help="With --apply: apply it even if it misses SLOs.")
 @averages_option
 @state_option
-@option("--lose", multiple=True, help="REGION:NODE=COUNT nodes are gone; or NAME,NAME: machines of a pool.")
-@option("--rate", multiple=True, help="MODEL=REQUESTS_PER_S, or MODEL=1.5x for so many times as many.")
-@option("--workload", multiple=True, help="[MODEL=]LENGTHS now: 2048/28, a trace or a workload's name.")
-@option("--link", multiple=True, help="FROM:TO=GBPS: now, between regions or machines, one direction.")
-@option("--price", multiple=True, help="REGION:NODE=USD_PER_H: a node's price is now this.")
-@option("--out", type=FILE, help="Write the best answer's plan here.")
-@option("--time-limit", "time_limit_s", type=float, default=30.0, help="Seconds a solve.")
-@option("--init-penalty", type=float, default=0.1, help="CORAL's K, against churn.")
-@option("--headroom", type=float, default=0.8, help="How busy replicas may be.")
-@option("--seed", type=click.IntRange(min=0), default=0, help="Of a search.")
+@option("--lose", multiple=True, help="REGION:NODE=COUNT nodes are lost; or NAME,NAME: machines of a pool.")
+@option("--rate", multiple=True, help="MODEL=REQ_PER_S, or MODEL=1.5x to multiply the rate.")
+@option("--workload", multiple=True, help="[MODEL=]LENGTHS: 2048/28, a trace file or a catalog workload.")
+@option(
+    "--link", multiple=True, help="FROM:TO=GBPS: bandwidth in one direction, between regions or machines."
+)
+@option("--price", multiple=True, help="REGION:NODE=USD_PER_H: new price of a node type.")
+@option("--out", type=FILE, help="Write the plan of the best option.")
+@option("--time-limit", "time_limit_s", type=float, default=30.0, help="CPU-seconds per solve.")
+@option(
+    "--init-penalty", type=float, default=0.1, help="Node start-up time over time between plans (CORAL's K)."
+)
+@option("--headroom", type=float, default=0.8, help="Maximum planned utilization of replicas.")
+@option("--seed", type=click.IntRange(min=0), default=0, help="Random seed.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def replan(
     plan_path: Path | None,
@@ -103,7 +113,7 @@ def replan(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Answers to trouble for a running PLAN: new routing, role flips, a new allocation.
+    """Options for a running PLAN after losses or changed demand: new routing, role flips, a new allocation.
 
     \b
     Examples:
@@ -130,7 +140,7 @@ def replan(
             service = stack.enter_context(opened(asked.state))
             live_service = live_of(service)
             running_plan, spec = live_service.plan, read_spec(live_service.spec)
-            # What is said here counts more than what was seen, so it comes last.
+            # Rates of --rate override the observed ones, so they come last.
             asked.rate = (*live_service.rates, *asked.rate)
         elif plan_path is None or spec_path is None:
             raise InputError("PLAN SPEC", "are needed, or --live")
@@ -158,12 +168,12 @@ def replan(
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """All answers, the best of them, and what a rehearsal showed of that one."""
+    """All options, the best of them, and its SLO attainment in simulation."""
 
     answers: tuple[ReplanOption, ...]
     best: ReplanOption
     tried: tuple[Tried, ...] | None
-    """None: on averages alone."""
+    """None: not simulated."""
 
     @property
     def misses(self) -> bool:
@@ -182,8 +192,8 @@ def _print(answered: Answered, service: LiveService | None, done: str, as_json: 
         emit_json(body | ({} if service is None else {"version": service.version, "done": done}))
         return
     if service is not None:
-        rates = ", ".join(service.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
-        click.echo(f"plan {service.version} runs, ${service.plan.total_usd_per_h:.2f}/h; requests/s: {rates}")
+        rates = ", ".join(service.rates) or "those of the spec (less than ten minutes observed)"
+        click.echo(f"running plan {service.version}, ${service.plan.total_usd_per_h:.2f}/h; req/s: {rates}")
         if paces := spoken(service.paces):
             click.echo(paces)
     _show(answered)
@@ -213,13 +223,11 @@ def _answered(
             keeps_terms = replan_option.step == "reallocate" and bool(replan_option.plan.deployments)
             violations = verify(problem if keeps_terms else plain, replan_option.plan)
             if violations:
-                raise CapacityError(
-                    f"the answer {replan_option.step!r} failed its own check: {violations[0]}"
-                )
+                raise CapacityError(f"option {replan_option.step!r} failed verification: {violations[0]}")
         best_option = best_answer(answers)
         if best_option.served_fraction <= 0 and any(demand.rate_per_s > 0 for demand in problem.asks):
             raise CapacityError(
-                "nothing that is left can serve the demand within its objective; add nodes or relax it"
+                "the remaining nodes cannot serve the demand within its SLOs; add nodes or relax the SLOs"
             )
         if averages:
             return Answered(answers, best_option, None)
@@ -229,23 +237,27 @@ def _answered(
 def _show(answered: Answered) -> None:
     best_option = answered.best
     columns: dict[str, Callable[[ReplanOption], object]] = {
-        "answer": lambda replan_option: (
+        "option": lambda replan_option: (
             f"{replan_option.step} (best)" if replan_option is best_option else replan_option.step
         ),
-        "served": lambda replan_option: percent(replan_option.served_fraction),
+        "demand served": lambda replan_option: percent(replan_option.served_fraction),
         "USD/h": lambda replan_option: usd(replan_option.cost_usd_per_h),
-        "in force": lambda replan_option: (
+        "ready": lambda replan_option: (
             f"in {seconds(replan_option.time_s)}" if replan_option.time_s else "at once"
         ),
-        "to start": lambda replan_option: usd(replan_option.start_cost_usd),
+        "start-up cost": lambda replan_option: usd(replan_option.start_cost_usd),
         "flips": lambda replan_option: replan_option.flips,
         "starts": lambda replan_option: replan_option.starts,
         "stops": lambda replan_option: replan_option.stops,
     }
-    judged = "not rehearsed" if answered.tried is None else "the best rehearsed"
-    table_of(f"Answers, from cheap to dear; served on averages, {judged}", answered.answers, columns)
+    judged = "none simulated" if answered.tried is None else "best one simulated"
+    table_of(
+        f"Options, least disruptive first (demand served for mean traffic; {judged})",
+        answered.answers,
+        columns,
+    )
     copies = [(item.region, item.count, item.template) for item in best_option.plan.deployments]
-    table(f"With {best_option.step}", ("region", "copies", "template"), copies)
+    table(f"Deployments after {best_option.step}", ("region", "copies", "template"), copies)
     show_groups(best_option.plan)
 
 
@@ -455,7 +467,7 @@ def live_of(service: ServiceView) -> LiveService:
 
     newest, known = service.store.plan(), service.store.get("spec files") or {}
     if newest is not None and known.get("path") is None:
-        raise nothing(f"{service.folder} has servers on unknown hardware, which cannot be planned for")
+        raise nothing(f"{service.folder} has servers on unknown hardware and cannot be planned")
     if newest is None:
         raise nothing(f"there is no plan in {service.folder} yet")
     now_s = time.time()
@@ -473,23 +485,22 @@ def live_of(service: ServiceView) -> LiveService:
 
 
 def apply(service: ServiceView, running_service: LiveService, best_option: ReplanOption) -> str:
-    """Hand the best answer to the gateway, and so to the controller; what was done, in a line."""
+    """Put the best plan into force through the gateway; returns a line that says so."""
     from potluck.control.manual_changes import BY_HAND, put_plan
 
     with_gateway(service)
     if is_no_better(best_option.plan, running_service.plan):
-        return f"plan {running_service.version} is the best answer already; nothing changed"
+        return f"plan {running_service.version} is already the best option; nothing changed"
     newest = service.store.plan()
     if newest is not None and newest.version != running_service.version:
-        came = f"plan {newest.version} came while this was reckoned"
-        raise InputError("--apply", f"{came}; ask again, it may be enough")
+        raise InputError("--apply", f"plan {newest.version} was applied meanwhile; run the command again")
     why, cost = f"replan --live, {best_option.step}", f"${best_option.cost_usd_per_h:.2f}/h"
     version = put_plan(
         service.store, service.client.set_plan, best_option.plan, f"{BY_HAND}: {why}", time.time()
     )
     service.store.note(time.time(), "plan", f"version {version}, {cost}, {why}", BY_HAND)
     change = f"{cost} (was ${running_service.plan.total_usd_per_h:.2f}/h)"
-    return f"plan {version} is in force: {best_option.step}, {change}; `potluck scale --auto` hands the fleet back"
+    return f"applied plan {version}: {best_option.step}, {change}; `potluck scale --auto` undoes it"
 
 
 def is_no_better(plan: Plan, running_plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""`potluck schedule`: a plan for each part of a day."""
+"""`potluck schedule`: plans for the parts of a day."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def rented(plan: Plan) -> str:
+    """Node counts of a plan: `2 1xL4, 1 1xL40S`."""
     nodes: dict[str, int] = {}
     for (_, node), count in plan.nodes.items():
         nodes[node] = nodes.get(node, 0) + count
@@ -29,15 +30,15 @@ def rented(plan: Plan) -> str:
 
 @click.command()
 @strategy_option
-@option("--out", type=FOLDER, help="Write the plans (JSON) here.")
+@option("--out", type=FOLDER, help="Write the plans as JSON files to this directory.")
 @averages_option
-@posing_options(10.0, "CPU-seconds, for each plan.")
+@posing_options(10.0, "CPU-seconds for each plan.")
 @json_option
 def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **options: Any) -> None:
-    """Which plan to run when, as demand changes over the day, with what changing costs.
+    """Plan a fleet that follows demand over the day, including the cost of changes between plans.
 
-    Hours come from `traffic: {rate_by_hour: [...]}`, or from a trace that spans hours. Each plan is the cheapest that
-    holds in simulation at its rates.
+    Hourly rates come from `traffic: {rate_by_hour: [...]}`, or from a trace of several hours. Each plan is the
+    cheapest that meets its SLOs in simulation at its rates.
     """
     from potluck.core.values.plan import plan_to_json
     from potluck.plan.day_schedule import LEVELS
@@ -76,8 +77,8 @@ def hourly_rates(spec: Spec) -> list[dict[str, float]]:
     by_model = {model.name: _own_rates(model) for model in spec.models}
     by_model = {name: rates for name, rates in by_model.items() if rates}
     if not by_model:
-        fix = "add traffic: {rate_by_hour: [...]} to one, or a trace of several hours"
-        raise InputError("models", f"none says how its demand changes over the day; {fix}")
+        fix = "add traffic: {rate_by_hour: [...]} to a model, or a trace of several hours"
+        raise InputError("models", f"no model has rates by hour; {fix}")
     parts = max(len(rates) for rates in by_model.values())
     result = []
     for part in range(parts):
@@ -111,22 +112,21 @@ def _clock(hour: float) -> str:
 
 def _schedule_row(step: DayStep) -> tuple[str, ...]:
     asked = " ".join(f"{rate:.3g}" for rate in step.rates_per_s.values())
-    served = "" if step.plan.fraction >= 1 else f" ({percent(step.plan.fraction)} of demand)"
+    served = "" if step.plan.fraction >= 1 else f" ({percent(step.plan.fraction)} of demand served)"
     hours = f"{_clock(step.from_h)}-{_clock(step.from_h + step.hours)}"
     return hours, asked, usd(step.plan.total_usd_per_h), usd(step.change_usd), rented(step.plan) + served
 
 
 def _show_schedule(day_schedule: DaySchedule, basis: str) -> None:
     steps = sorted(day_schedule.steps, key=lambda step: step.from_h)
-    paragraph(f"req/s are of {', '.join(steps[0].rates_per_s)}, in this order.")
-    title = f"A day: {usd(day_schedule.usd_per_day)}, {basis}"
-    table(title, ("hours", "req/s", "USD/h", "change", "nodes"), list(map(_schedule_row, steps)))
+    paragraph(f"req/s columns: {', '.join(steps[0].rates_per_s)}.")
+    title = f"Schedule: {usd(day_schedule.usd_per_day)} per day; plans {basis}"
+    table(title, ("hours", "req/s", "USD/h", "cost of change", "nodes"), list(map(_schedule_row, steps)))
     static_usd = day_schedule.static_usd_per_day
     saved = static_usd - day_schedule.usd_per_day
     paragraph(
-        f"The best plan that stays the same costs {usd(day_schedule.static.total_usd_per_h)}/h, "
-        f"{usd(static_usd)} a day: the schedule saves {usd(saved)} "
-        f"({percent(saved / static_usd if static_usd > 0 else 0.0)}).\n"
+        f"The best single plan costs {usd(day_schedule.static.total_usd_per_h)}/h, {usd(static_usd)} per day: "
+        f"the schedule saves {usd(saved)} ({percent(saved / static_usd if static_usd > 0 else 0.0)}).\n"
     )
 
 

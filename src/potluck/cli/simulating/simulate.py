@@ -1,4 +1,4 @@
-"""`potluck simulate`: serve a workload with a plan's fleet, in simulation."""
+"""`potluck simulate` and `goodput`: run a workload on a plan's fleet in simulation."""
 
 from __future__ import annotations
 
@@ -37,20 +37,26 @@ SAMPLES = 200
 
 options = option_group(
     argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=PATH),
-    option("--workload", multiple=True, help="A catalog's NAME or a trace FILE; MODEL=NAME for one model."),
+    option(
+        "--workload", multiple=True, help="Catalog workload NAME or trace FILE; MODEL=NAME for one model."
+    ),
     option(
         "--from-log",
         "logs",
         multiple=True,
         type=click.Path(exists=True, path_type=Path),
-        help="Serve the requests of a log again, or of a folder's brain.log; may be repeated, in order.",
+        help="Replay the requests of a gateway log, or of the brain.log in a folder; repeatable, in order.",
     ),
-    option("--rate", "rate_per_s", type=float, help="Requests a second, all models together."),
-    option("--requests", "count", type=click.IntRange(min=1), help="How many."),
-    option("--seed", type=click.IntRange(min=0), default=0, help="Of all chance."),
-    option("--cv", type=float, help="Variation of made-up arrivals' gaps: 1 is Poisson, above it bursts."),
-    option("--time-limit", "time_limit_s", type=float, default=30.0, help="To plan, in s."),
-    option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, such as balance=goodput."),
+    option("--rate", "rate_per_s", type=float, help="Total request rate of all models, req/s."),
+    option("--requests", "count", type=click.IntRange(min=1), help="Number of requests."),
+    option("--seed", type=click.IntRange(min=0), default=0, help="Random seed."),
+    option("--cv", type=float, help="Coefficient of variation of synthetic inter-arrival times; 1: Poisson."),
+    option(
+        "--time-limit", "time_limit_s", type=float, default=30.0, help="Planning time limit in CPU-seconds."
+    ),
+    option(
+        "--policy", multiple=True, help="NAME=VALUE: override a policy of the spec, such as balance=goodput."
+    ),
     scale_option,
     profile_option,
     option("--json", "as_json", is_flag=True, help="Print JSON."),
@@ -73,13 +79,21 @@ def _read(
 
 @click.command()
 @options
-@option("--faults", "faults_path", type=FILE, help="What goes wrong when (YAML); see docs/simulation.md.")
-@option("--market", type=FILE, help="Prices and nodes over time (YAML); see docs/simulation.md.")
-@option("--heartbeat", "heartbeat_s", type=float, default=0.0, help="Seconds until a loss is noticed.")
-@option("--slo-scan", "scans", is_flag=True, help="Attainment by SLO scale, and the least for 90 and 99 %.")
-@option("--report", type=FILE, help="Write an HTML report here.")
-@option("--records", type=FILE, help="Write one row per request here (JSON lines).")
-@option("--log", type=FILE, help="Write every event and action here (JSON lines); it replays.")
+@option(
+    "--faults", "faults_path", type=FILE, help="YAML file of faults and their times; see docs/simulation.md."
+)
+@option("--market", type=FILE, help="YAML file of prices and node counts over time; see docs/simulation.md.")
+@option(
+    "--heartbeat",
+    "heartbeat_s",
+    type=float,
+    default=0.0,
+    help="Seconds until the loss of a node is detected.",
+)
+@option("--slo-scan", "scans", is_flag=True, help="Also print SLO attainment by SLO scale.")
+@option("--report", type=FILE, help="Write an HTML report.")
+@option("--records", type=FILE, help="Write one JSON line per request.")
+@option("--log", type=FILE, help="Write every policy event and action as JSON lines, for `potluck replay`.")
 def simulate(
     faults_path: Path | None,
     market: Path | None,
@@ -88,9 +102,9 @@ def simulate(
     log: Path | None,
     **options: Any,
 ) -> None:
-    """Serve a workload with a plan's fleet, in simulation. A SPEC alone is planned first.
+    """Simulate the fleet of PLAN under the traffic of SPEC. A SPEC alone is planned first.
 
-    The requests are the spec's own unless --workload or --from-log says so. Exit code 3: an objective is missed.
+    --workload or --from-log replace the traffic of the spec. Exit code 3: an SLO is missed.
 
     \b
     Examples:
@@ -134,7 +148,7 @@ def simulate(
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
             progress=_counting(progress_bar),
         )
-        progress_bar("summing up")
+        progress_bar("computing statistics")
         summary = summarise(result)
         loads = simulated_loads(inputs.problem, inputs.plan, result, summary)
         saves("--records", records, lambda to: write_records(to, result))
@@ -146,19 +160,19 @@ def simulate(
 
 
 def _counting(bar: ProgressBar) -> Callable[[int, int], None] | None:
-    def told(done: int, total: int) -> None:
+    def report_progress(done: int, total: int) -> None:
         bar(f"{done:,} of {total:,} requests")
         bar.far(done, total)
 
-    return told if sys.stderr.isatty() else None
+    return report_progress if sys.stderr.isatty() else None
 
 
 def _complain(plan_deviations: tuple[PlanDeviation, ...], summary: RunSummary) -> None:
-    """Replicas that the plan counts on and that got nothing are an error; objectives that are missed are told."""
+    """Exit with 1 where a planned replica got no request, with 3 where an SLO is missed."""
     idle = [plan_deviation.name for plan_deviation in plan_deviations if plan_deviation.verdict == "broken"]
     if idle:
-        others = f" (nor did {len(idle) - 1} more)" if len(idle) > 1 else ""
-        click.echo(f"potluck: error: the plan counts on {idle[0]}, which got no request{others}", err=True)
+        others = f", and {len(idle) - 1} more" if len(idle) > 1 else ""
+        click.echo(f"potluck: error: planned replicas got no request: {idle[0]}{others}", err=True)
         sys.exit(1)
     if any(model.holds is False for model in summary.models):
         missed()
@@ -186,11 +200,13 @@ def _show(
     show_planned(plan_deviations)
 
 
-MOST_DOUBLINGS = 12
+MAX_DOUBLINGS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class RateTrial:
+    """A simulation of `goodput` at one request rate."""
+
     scale: float
     rate_per_s: float
     holds: bool
@@ -203,12 +219,12 @@ class RateTrial:
 
 @click.command()
 @options
-@option("--tolerance", type=float, default=0.02, help="Relative, of the rate found.")
+@option("--tolerance", type=float, default=0.02, help="Relative precision of the rate.")
 def goodput(tolerance: float, **options: Any) -> None:
-    """The highest rate that meets every model's objective: a binary search over simulations, from --rate.
+    """Find the highest request rate at which a plan meets every SLO, by bisection over simulations.
 
-    The same requests come faster or slower; the mix of models and lengths stays. Nobody is refused for overload: a
-    rate that holds because every tenth user is turned away is not one that the plan serves.
+    The search starts at --rate. It scales the arrival times of the same requests, so the mix of models and lengths
+    stays. Admission control is off: no request is refused for overload.
 
     \b
     Examples:
@@ -269,7 +285,7 @@ def search(tried: Callable[[float], RateTrial], tolerance: float) -> tuple[list[
             if high_trial.scale / low_trial.scale <= 1.0 + tolerance:
                 return steps, low_trial
             scale = (low_trial.scale * high_trial.scale) ** 0.5
-        elif len(steps) > MOST_DOUBLINGS:
+        elif len(steps) > MAX_DOUBLINGS:
             return steps, low_trial
         else:
             scale *= 2.0 if high_trial is None else 0.5
@@ -298,27 +314,27 @@ def step_of(summary: RunSummary, scale: float, base_per_s: float) -> RateTrial:
 
 def _show_goodput(steps: list[RateTrial], best_trial: RateTrial | None) -> None:
     columns: dict[str, Callable[[RateTrial], object]] = {
-        "requests/s": lambda step: f"{step.rate_per_s:.4g}",
-        "objective": lambda step: "holds" if step.holds else "misses",
-        "attained": lambda step: percent(step.attainment, step.promised),
-        "promised": lambda step: percent(step.promised),
+        "req/s": lambda step: f"{step.rate_per_s:.4g}",
+        "SLO": lambda step: "met" if step.holds else "missed",
+        "SLO attainment": lambda step: percent(step.attainment, step.promised),
+        "target": lambda step: f"{100 * step.promised:g} %",
         "worst model": lambda step: step.model,
         "TTFT p99": lambda step: seconds(step.ttft_p99_s),
         "TPOT p99": lambda step: seconds(step.tpot_p99_s),
     }
-    table_of("Rates tried", steps, columns)
+    table_of("Rates simulated", steps, columns)
     if best_trial is None:
-        click.echo("No rate that was tried keeps the objective.")
+        click.echo("Goodput: none; no simulated rate meets the SLOs.")
         return
-    attained, promised = percent(best_trial.attainment), percent(best_trial.promised)
-    kept = f"there {best_trial.model} is in time for {attained} of requests, {promised} promised"
     above = min((step for step in steps if not step.holds), key=lambda step: step.rate_per_s, default=None)
-    end = "Every rate that was tried holds."
-    if above is not None:
-        late = percent(above.attainment, above.promised)
-        end = f"At {above.rate_per_s:.4g} requests/s {above.model} would be in time for {late} only."
     least = "at least " if above is None else ""
-    paragraph(f"Goodput: {least}{best_trial.rate_per_s:.4g} requests/s; {kept}. {end}")
+    attained = f"SLO attainment of {best_trial.model} {percent(best_trial.attainment)}"
+    target = f"target {100 * best_trial.promised:g} %"
+    end = "All simulated rates meet the SLOs."
+    if above is not None:
+        missed_share = percent(above.attainment, above.promised)
+        end = f"At {above.rate_per_s:.4g} req/s that of {above.model} is {missed_share}."
+    paragraph(f"Goodput: {least}{best_trial.rate_per_s:.4g} req/s; {attained} ({target}). {end}")
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""What a simulated run looks like in a terminal."""
+"""Terminal output and record files of a simulated run."""
 
 from __future__ import annotations
 
@@ -24,38 +24,41 @@ if TYPE_CHECKING:
     from potluck.sim.results.records import SimResult
 
 
-MOST_ROWS = 12
-SAME_ANSWERS = 0.1
-"""How far the mean answer may be from the planned one for capacities of the plan to apply."""
+MAX_ROWS = 12
+OUTPUT_LENGTH_TOLERANCE = 0.1
+"""Relative deviation of the mean output length up to which the plan's capacities apply."""
 
 
 def show_summary(summary: RunSummary, result: SimResult) -> None:
     models = [*summary.models, *([summary.total] if len(summary.models) > 1 else [])]
     _latencies(models)
-    _promises("Objectives", "model", models)
+    _slo_table("SLO attainment", "model", models)
     for title, what, groups in (
         ("Tenants", "tenant", summary.tenants),
         ("Classes", "class", summary.classes),
     ):
         if groups:
-            _promises(title, what, list(groups))
+            _slo_table(title, what, list(groups))
     _refusals(models)
     _use(summary)
     if result.faults:
-        rows = [(seconds(fault.at_s), fault.what) for fault in result.faults[:MOST_ROWS]]
-        if len(result.faults) > MOST_ROWS:
-            rows.append(("", f"and {len(result.faults) - MOST_ROWS} more"))
-        table("What went wrong", ("at", "what"), rows)
+        rows = [(seconds(fault.at_s), fault.what) for fault in result.faults[:MAX_ROWS]]
+        if len(result.faults) > MAX_ROWS:
+            rows.append(("", f"and {len(result.faults) - MAX_ROWS} more"))
+        table("Faults", ("at", "fault"), rows)
     notes = [(what, count(number)) for what, number in result.counts.items() if number]
     if notes:
-        table("Also", ("what", "how often"), notes)
+        table("Other events", ("event", "count"), notes)
 
 
 def simulated_loads(
     problem: PlanningProblem, plan: Plan, result: SimResult, summary: RunSummary
 ) -> tuple[ModelLoad, ...]:
-    """Each model's load by the plan's definition. None of a fleet that changed, as a plan has one capacity; nor of
-    models whose answers are of other lengths than was planned for."""
+    """Utilization of each model's copies by the plan's definition.
+
+    Nothing for a fleet that changed, as a plan has one capacity, nor for models whose outputs have other lengths than
+    the plan assumes.
+    """
     from potluck.plan.load import load_at
 
     records, loads = result.records, []
@@ -71,7 +74,7 @@ def simulated_loads(
             sum(demand.rate_per_s * demand.output_tokens for demand in model_demand.demands)
             / model_demand.rate_per_s
         )
-        if abs(float(records.output_tokens[chosen].mean()) / planned - 1) > SAME_ANSWERS:
+        if abs(float(records.output_tokens[chosen].mean()) / planned - 1) > OUTPUT_LENGTH_TOLERANCE:
             continue
         edges = [demand.longest_tokens for demand in model_demand.demands]
         bucket = np.minimum(np.searchsorted(edges, records.prompt_tokens[chosen]), len(edges) - 1)
@@ -83,27 +86,28 @@ def simulated_loads(
 def show_loads(loads: Sequence[ModelLoad]) -> None:
     columns: dict[str, Callable[[ModelLoad], object]] = {
         "model": lambda item: item.model,
-        "answered/s": lambda item: f"{item.answered_per_s:.3g}",
-        "if always busy/s": lambda item: f"{item.capacity_per_s:.3g}",
-        "load": lambda item: percent(item.load),
+        "completed req/s": lambda item: f"{item.answered_per_s:.3g}",
+        "capacity req/s": lambda item: f"{item.capacity_per_s:.3g}",
+        "utilization": lambda item: percent(item.load),
     }
     if loads:
-        table_of("Load of the plan's copies", loads, columns)
+        table_of("Utilization of the plan's copies", loads, columns)
 
 
 def show_planned(plan_deviations: Sequence[PlanDeviation]) -> None:
-    """Where the plan and the run disagree; nothing where they do not."""
+    """Deviations of the run from the plan; nothing where they agree."""
     from potluck.sim.results.plan_comparison import described, disagreements
 
-    wrong = disagreements(plan_deviations)
-    rows = [(str(item.what), *described(item), item.name) for item in wrong[:MOST_ROWS]]
-    if len(wrong) > MOST_ROWS:
-        rows.append(("", "", "", f"and {len(wrong) - MOST_ROWS} more (--json has all)"))
+    deviations = disagreements(plan_deviations)
+    rows = [(item.name, str(item.what), *described(item)) for item in deviations[:MAX_ROWS]]
+    if len(deviations) > MAX_ROWS:
+        rows.append((f"and {len(deviations) - MAX_ROWS} more (--json has all)", "", "", ""))
     if rows:
-        table("Not as planned", ("what", "planned", "ran", "of"), rows)
+        table("Deviations from the plan", ("of", "quantity", "planned", "simulated"), rows)
 
 
 def show_scan(scale_scan: ScaleScan) -> None:
+    """SLO attainment at multiples of the SLO latencies, and the least multiple for each attainment level."""
     names = [part.name for part in scale_scan.parts]
     rows = []
     for place, scale in enumerate(scale_scan.scales):
@@ -111,12 +115,12 @@ def show_scan(scale_scan: ScaleScan) -> None:
         rows.append((f"x {scale:g}", *map(percent, shares)))
         if min(shares) == 1.0:
             break
-    table("Within objectives of this scale", ("SLO scale", *names), rows)
+    table("SLO attainment by SLO scale", ("SLO scale", *names), rows)
     least = []
     for place, level in enumerate(scale_scan.levels):
         scales = [part.least[place] for part in scale_scan.parts]
         least.append((percent(level), *("none" if scale is None else f"x {scale:.3g}" for scale in scales)))
-    table("Least SLO scale", ("to attain", *names), least)
+    table("Smallest SLO scale", ("for attainment", *names), least)
 
 
 def _latencies(models: list[ModelSummary]) -> None:
@@ -126,7 +130,7 @@ def _latencies(models: list[ModelSummary]) -> None:
         for name, spread in spreads.items():
             values = () if spread is None else (spread.mean, spread.p50, spread.p90, spread.p99)
             rows.append((model.model, name, *(map(seconds, values) if values else "----")))
-    table("Latencies", ("model", "", "mean", "p50", "p90", "p99"), rows)
+    table("Latencies", ("model", "metric", "mean", "p50", "p90", "p99"), rows)
 
 
 def _refusals(models: list[ModelSummary]) -> None:
@@ -136,23 +140,23 @@ def _refusals(models: list[ModelSummary]) -> None:
         for reason, number in model.outcomes.refusals.items()
     ]
     if rows:
-        table("Refused", ("model", "why", "requests", "of all"), rows)
+        table("Refused requests", ("model", "reason", "requests", "share"), rows)
 
 
-def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
-    def kept(model: ModelSummary) -> str:
-        promised = None if model.slo is None else model.slo.attainment
-        kept = "-" if model.attainment is None else percent(model.attainment, promised)
-        if model.holds is None or promised is None:
-            return kept
-        return f"{kept} ({'holds' if model.holds else 'misses'} {percent(promised)})"
+def _slo_table(title: str, group: str, models: list[ModelSummary]) -> None:
+    def attainment(model: ModelSummary) -> str:
+        target = None if model.slo is None else model.slo.attainment
+        attained = "-" if model.attainment is None else percent(model.attainment, target)
+        if model.holds is None or target is None:
+            return attained
+        return f"{attained} ({'met' if model.holds else 'missed'}, target {100 * target:g} %)"
 
     columns: dict[str, Callable[[ModelSummary], object]] = {
-        what: lambda model: model.model,
+        group: lambda model: model.model,
         "requests": lambda model: count(model.requests),
-        "a second": lambda model: f"{model.rate_per_s:.3g}",
-        "within objective": kept,
-        "goodput/s": lambda model: "-" if (rate := model.goodput_per_s) is None else f"{rate:.3g}",
+        "req/s": lambda model: f"{model.rate_per_s:.3g}",
+        "SLO attainment": attainment,
+        "goodput req/s": lambda model: "-" if (rate := model.goodput_per_s) is None else f"{rate:.3g}",
         "goodput tokens/s": lambda model: (
             "-" if (rate := model.goodput_tokens_per_s) is None else short(rate)
         ),
@@ -160,43 +164,43 @@ def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
         "refused": lambda model: count(model.outcomes.refused),
         "cancelled": lambda model: count(model.outcomes.cancelled),
         "retried": lambda model: count(model.outcomes.retried),
-        "put back": lambda model: count(model.outcomes.preempted),
+        "preempted": lambda model: count(model.outcomes.preempted),
     }
     table_of(title, models, columns)
 
 
 def _use(summary: RunSummary) -> None:
     used = [(u.nodes, u.replicas, u.gpus, percent(u.busy_share), u.lost) for u in summary.hardware]
-    table("Hardware", ("node", "replicas", "GPUs", "time with a step running", "lost"), used)
+    table("Hardware", ("node", "replicas", "GPUs", "time busy", "replicas lost"), used)
     links = [
         (f"{use.source} -> {use.target}", f"{use.gbps:g}", bytes_(use.sent_bytes), percent(use.mean_share))
         for use in summary.links
         if use.kind == "link"
     ]
     if links:
-        table("Links", ("link", "Gbps", "sent", "used"), links)
+        table("Links", ("link", "Gbps", "sent", "utilization"), links)
     tokens = summary.output_tokens_per_usd
     met = summary.met_per_usd
     money = [
-        ("simulated", seconds(summary.end_s)),
+        ("simulated time", seconds(summary.end_s)),
         ("cost", f"{usd(summary.cost_usd)} ({usd(summary.cost_usd_per_h)}/h)"),
-        ("of it for nodes that were starting", usd(summary.start_usd)),
-        *([("of it for egress", usd(summary.egress_usd))] if summary.egress_usd else []),
+        ("of which starting nodes", usd(summary.start_usd)),
+        *([("of which egress", usd(summary.egress_usd))] if summary.egress_usd else []),
         ("output tokens per dollar", "-" if tokens is None else short(tokens)),
-        ("requests within objective per dollar", "-" if met is None else count(met)),
+        ("requests within SLO per dollar", "-" if met is None else count(met)),
     ]
-    table("Money", ("what", ""), money)
+    table("Cost", ("quantity", "value"), money)
 
 
-ROWS = 65536
+ROWS_PER_WRITE = 65536
 
 
 def write_records(path: Path, result: SimResult) -> None:
     words = _words(result)
     columns = result.records.columns()
     with path.open("w", encoding="utf-8") as out:
-        for start in range(0, len(result.records), ROWS):
-            part = {name: _plain(column[start : start + ROWS]) for name, column in columns.items()}
+        for start in range(0, len(result.records), ROWS_PER_WRITE):
+            part = {name: _plain(column[start : start + ROWS_PER_WRITE]) for name, column in columns.items()}
             for name, known in words.items():
                 part[name] = [known[code] for code in part[name]]
             for row in zip(*part.values(), strict=True):
@@ -204,13 +208,13 @@ def write_records(path: Path, result: SimResult) -> None:
 
 
 def _words(result: SimResult) -> dict[str, list[str | None]]:
-    """Coded columns and the words of their codes; replica -1 is nobody."""
+    """Coded columns to the names of their codes; replica -1 is None."""
     replicas: list[str | None] = [*(replica.id for replica in result.replicas), None]
     labels = result.records.labels
-    who: dict[str, list[str | None]] = {}
+    tenants: dict[str, list[str | None]] = {}
     if labels is not None:
-        who = {"tenant": [*labels.tenants], "request_class": [*labels.classes]}
-    return who | {
+        tenants = {"tenant": [*labels.tenants], "request_class": [*labels.classes]}
+    return tenants | {
         "model": list(result.records.models),
         "outcome": list(OUTCOMES),
         "reason": [reason or None for reason in REASONS],

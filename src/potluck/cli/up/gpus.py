@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from potluck.cli.planning.rehearsal import Said
+from potluck.cli.planning.rehearsal import ReportStage
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all, tried_as_it_is
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
@@ -209,7 +209,7 @@ class GpuSetup:
 
 
 def prepared_for_gpus(
-    model: Path, folder: Path, choices: PlanChoices, local_gpus: LocalGpus, said: Said
+    model: Path, folder: Path, choices: PlanChoices, local_gpus: LocalGpus, report_stage: ReportStage
 ) -> GpuSetup:
     """Find the GPUs, measure each kind, plan for all of them, and try how much that holds."""
     from potluck.control.state_store import written
@@ -220,16 +220,16 @@ def prepared_for_gpus(
         raise InputError("--model", f"{model} has no {CONFIG}; name a model's directory")
     chips = found_chips() if not local_gpus.shares else shared_out(found_chips(), local_gpus.shares)
     counts, parts = Counter(map(gpu_of, chips)), chips if local_gpus.shares else ()
-    said("found " + " + ".join(f"{count} x {gpu}" for gpu, count in counts.items()))
+    report_stage("found " + " + ".join(f"{count} x {gpu}" for gpu, count in counts.items()))
     path, name = folder / "spec.yaml", model.name
     written(path, spec_text(model, name, counts, 1.0, parts=parts))
     profiles: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
     if local_gpus.measure:
         profiles, notes = measured_briefly(
-            load_spec(path), model, chips, folder / "profiles", local_gpus, said
+            load_spec(path), model, chips, folder / "profiles", local_gpus, report_stage
         )
-    said("planning")
+    report_stage("planning")
     choices = for_this_machine(replace(choices, profiles=profiles), load_spec(path))
     if local_gpus.shares and not choices.single:
         raise InputError(
@@ -239,12 +239,12 @@ def prepared_for_gpus(
     def text(rate_per_s: float, slo: Mapping[str, float]) -> str:
         return spec_text(model, name, counts, rate_per_s, slo, parts)
 
-    slo, rate_per_s, make = _within_reach(path, text, choices, said)
+    slo, rate_per_s, make = _within_reach(path, text, choices, report_stage)
     for attempt in range(TRIES):
         rate_per_s = float(f"{rate_per_s * LESS**attempt:.2g}")
         written(path, text(rate_per_s, slo))
         spec = load_spec(path)
-        tried = tried_as_it_is(make(spec), choices, said)
+        tried = tried_as_it_is(make(spec), choices, report_stage)
         if tried.holds:
             break
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
@@ -254,7 +254,10 @@ def prepared_for_gpus(
 
 
 def _within_reach(
-    path: Path, text: Callable[[float, Mapping[str, float]], str], choices: PlanChoices, said: Said
+    path: Path,
+    text: Callable[[float, Mapping[str, float]], str],
+    choices: PlanChoices,
+    report_stage: ReportStage,
 ) -> tuple[Mapping[str, float], float, Callable[[Spec], SimulationInputs]]:
     """The first objective that these GPUs can keep, what they can do with it, and a plan for that."""
     from potluck.control.state_store import written
@@ -264,7 +267,7 @@ def _within_reach(
     for slo in slos:
         written(path, text(1.0, slo))
         try:
-            return slo, *planned_for_all(load_spec(path), choices, said)
+            return slo, *planned_for_all(load_spec(path), choices, report_stage)
         except CapacityError:
             if slo is slos[-1]:
                 raise
@@ -428,7 +431,12 @@ def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
 
 
 def measured_briefly(
-    spec: Spec, model: Path, chips: Sequence[LocalGpu], folder: Path, local_gpus: LocalGpus, said: Said
+    spec: Spec,
+    model: Path,
+    chips: Sequence[LocalGpu],
+    folder: Path,
+    local_gpus: LocalGpus,
+    report_stage: ReportStage,
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """A profile of each kind of GPU, also from before, and what is to be said of those that could not be measured."""
     from potluck.perf.kv_capacity import stage_memory
@@ -449,7 +457,7 @@ def measured_briefly(
         if not path.is_file()
     }
     for gpu, process in running.items():
-        said(f"measuring, {gpu}")
+        report_stage(f"measuring, {gpu}")
         try:
             out, _ = process.communicate(timeout=MEASURE_S)
         except subprocess.TimeoutExpired:

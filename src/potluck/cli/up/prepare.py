@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from potluck.cli.common.inputs import read_plan, require_runnable
-from potluck.cli.planning.rehearsal import Said
+from potluck.cli.planning.rehearsal import ReportStage
 from potluck.cli.simulating.simulation import SimulationInputs, offered, read_one_spec, read_plan_and_spec
 from potluck.core.errors import InputError
 
@@ -48,36 +48,40 @@ class PlanChoices:
 
 
 def prepared(
-    paths: tuple[Path, ...], spec: Spec, choices: PlanChoices, said: Said, plan: Plan | None = None
+    paths: tuple[Path, ...],
+    spec: Spec,
+    choices: PlanChoices,
+    report_stage: ReportStage,
+    plan: Plan | None = None,
 ) -> PreparedPlan:
     """What to serve with: a plan that is in force already, that of a file, or one that is made for the spec."""
     if plan is not None:
         return PreparedPlan(SimulationInputs(spec, _problem(spec, choices), plan))
     if len(paths) == 2:
-        return tried_as_it_is(read_plan_and_spec(paths[0], spec, choices.profiles), choices, said)
-    return _planned(spec, choices, said)
+        return tried_as_it_is(read_plan_and_spec(paths[0], spec, choices.profiles), choices, report_stage)
+    return _planned(spec, choices, report_stage)
 
 
-def tried_as_it_is(inputs: SimulationInputs, choices: PlanChoices, said: Said) -> PreparedPlan:
+def tried_as_it_is(inputs: SimulationInputs, choices: PlanChoices, report_stage: ReportStage) -> PreparedPlan:
     """A plan that stays, with what simulation says of it: what it was proven to do is not tried again in less."""
     from potluck.cli.planning.rehearsal import evidence_line, known_of, tried_briefly
 
     if choices.averages:
         return PreparedPlan(inputs)
     about = inputs.spec, inputs.problem, inputs.plan
-    shown = known_of(inputs.plan, inputs.spec, inputs.problem) or tried_briefly(*about, said)
+    shown = known_of(inputs.plan, inputs.spec, inputs.problem) or tried_briefly(*about, report_stage)
     holds = all(item.verdict == "holds" for item in shown)
     return PreparedPlan(inputs, tuple(map(evidence_line, shown)), holds)
 
 
-def _planned(spec: Spec, choices: PlanChoices, said: Said) -> PreparedPlan:
+def _planned(spec: Spec, choices: PlanChoices, report_stage: ReportStage) -> PreparedPlan:
     from potluck.cli.planning.plan import require_service
     from potluck.plan.explain import planned_rest
     from potluck.plan.strategies import STRATEGIES, SolveSettings
 
-    said("planning")
+    report_stage("planning")
     problem = _problem(spec, choices)
-    factory = factory_for(problem, choices, said)
+    factory = factory_for(problem, choices, report_stage)
     settings = SolveSettings(time_limit_s=choices.time_limit_s)
     factory, outcome, notes = planned_rest(STRATEGIES["auto"], factory, settings)
     require_service(factory.problem, outcome, choices.time_limit_s, notes)
@@ -90,7 +94,7 @@ def _planned(spec: Spec, choices: PlanChoices, said: Said) -> PreparedPlan:
 
 
 def planned_for_all(
-    spec: Spec, choices: PlanChoices, said: Said
+    spec: Spec, choices: PlanChoices, report_stage: ReportStage
 ) -> tuple[float, Callable[[Spec], SimulationInputs]]:
     """Requests/s that a fleet can do of the spec's one model, and what plans for such a spec with another rate."""
     from potluck.cli.planning.plan import require_service
@@ -99,7 +103,7 @@ def planned_for_all(
     from potluck.rehearse.queueing_margins import restored, scaled
 
     problem, settings = _problem(spec, choices), SolveSettings(time_limit_s=choices.time_limit_s)
-    factory, demand = factory_for(problem, choices, said), problem.asks[0]
+    factory, demand = factory_for(problem, choices, report_stage), problem.asks[0]
     factor = FIRST_PER_S / demand.rate_per_s
     while True:
         more = scaled(problem, {demand.name: factor})
@@ -127,11 +131,11 @@ def _problem(spec: Spec, choices: PlanChoices) -> PlanningProblem:
 
 
 def factory_for(
-    problem: PlanningProblem, choices: PlanChoices, said: Said = lambda line: None
+    problem: PlanningProblem, choices: PlanChoices, report_stage: ReportStage = lambda line: None
 ) -> TemplateFactory:
     from potluck.plan.strategies import TemplateFactory
 
-    made = TemplateFactory(problem, said=said)
+    made = TemplateFactory(problem, said=report_stage)
     limit(made, choices)
     return made
 

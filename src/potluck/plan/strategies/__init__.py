@@ -38,25 +38,25 @@ class Strategy:
 
 WHOLE = "combos of whole nodes"
 STRATEGIES = {
-    "auto": Strategy(programs.auto, "the templates of all kinds that were timed", programs.every_kind),
-    "homo": Strategy(programs.homo, "the node types it picked"),
+    "auto": Strategy(programs.auto, "all timed templates", programs.every_kind),
+    "homo": Strategy(programs.homo, "the selected node types"),
     "melange": Strategy(programs.melange, "aggregated replicas", TemplateFactory.mixed),
     "cauchy": Strategy(cauchy.cauchy_co, WHOLE, TemplateFactory.combos),
-    "cauchy-ce": Strategy(cauchy.cauchy_ce, "the combos that equation 15 shortlists", cauchy.efficient),
+    "cauchy-ce": Strategy(cauchy.cauchy_ce, "the combos shortlisted by equation 15", cauchy.efficient),
     "cauchy-mc": Strategy(cauchy.cauchy_mc, WHOLE, TemplateFactory.combos),
     "cauchy-mce": Strategy(cauchy.cauchy_mce, WHOLE, TemplateFactory.combos),
-    "cronus": Strategy(programs.cronus, "pairs, and nodes without one", programs.cronus_templates),
-    "prfaas": Strategy(programs.prfaas, "single nodes that do one phase", TemplateFactory.phased),
+    "cronus": Strategy(programs.cronus, "pairs and single nodes", programs.cronus_templates),
+    "prfaas": Strategy(programs.prfaas, "single-phase nodes", TemplateFactory.phased),
     "coral": Strategy(
         programs.coral,
-        "the pipelines and single nodes for one phase that were timed",
+        "the timed single-phase pipelines and nodes",
         programs.coral_templates,
     ),
-    "thunderserve": Strategy(programs.thunderserve, "the groups its search found"),
-    "hexgen": Strategy(programs.hexgen, "the groups its search found"),
-    "distserve": Strategy(programs.distserve, "the GPU kind it picked"),
+    "thunderserve": Strategy(programs.thunderserve, "the groups that its search found"),
+    "hexgen": Strategy(programs.hexgen, "the groups that its search found"),
+    "distserve": Strategy(programs.distserve, "the selected GPU type"),
     "vllm-dp": Strategy(
-        programs.vllm_dp, "aggregated replicas of the fewest GPUs", TemplateFactory.data_parallel
+        programs.vllm_dp, "aggregated replicas on the fewest GPUs", TemplateFactory.data_parallel
     ),
 }
 
