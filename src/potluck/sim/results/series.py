@@ -1,7 +1,4 @@
-"""A run over time, small enough to plot: whatever its length, at most BINS moments and ROWS rows.
-
-Everything here is plain data, so that a live page can fill the same values from other sources.
-"""
+"""A run over time as plain data, small enough to plot: at most BINS intervals and ROWS rows."""
 
 from __future__ import annotations
 
@@ -105,7 +102,7 @@ def series(result: SimResult, bins: int = BINS) -> RunSeries:
         _rate("arrivals", records, np.ones(len(records), dtype=np.bool_), edges),
         _rate("answered", records, records.outcome == ANSWERED, edges),
         _rate("refused", records, records.outcome == REFUSED, edges),
-        _rate("within objective", records, verdict.met, edges) if result.slos else None,
+        _rate("within SLO", records, verdict.met, edges) if result.slos else None,
         tuple(costs.tolist()),
         tuple((np.diff(costs) / np.diff(edges) * 3600.0).tolist()),
         _curves(records, result.slos, "ttft"),
