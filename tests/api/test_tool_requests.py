@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from potluck.api import tool_requests
 from potluck.api.chat_templates import RESERVED_VARIABLES, ChatTemplates
 from potluck.api.http import parse_object, refusal
 from potluck.api.openai_requests import ChatRequest, EngineAbilities, Message, chat_of, chat_prompt
@@ -22,6 +23,7 @@ from potluck.api.tool_requests import (
     TEMPLATE_VARIABLES_MAX_COUNT,
     TOOLS_MAX_CHARS,
     TOOLS_MAX_COUNT,
+    min_json_chars,
 )
 from potluck.core.errors import InputError, PotluckError
 
@@ -323,3 +325,35 @@ def test_any_tool_fields_give_a_prompt_or_one_error_line(body: dict[str, object]
         refused = refusal(error)
         assert refused is not None
         assert "\n" not in str(refused)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(value=JSON_VALUES, max_chars=st.integers(0, 200))
+def test_lower_bound_of_json_length_never_exceeds_the_written_length(value: object, max_chars: int) -> None:
+    assert min_json_chars(value, max_chars) <= len(
+        json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    )
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"default": "x" * TOOLS_MAX_CHARS},
+        {"enum": [1] * TOOLS_MAX_CHARS},
+        {"enum": [1 << (4 * TOOLS_MAX_CHARS)]},
+    ],
+    ids=["text", "list", "number"],
+)
+def test_tools_that_are_too_long_are_refused_before_they_are_written_as_json(
+    parameters: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[object] = []
+    monkeypatch.setattr(tool_requests, "_compact", lambda value: written.append(value) or "")
+    with pytest.raises(InputError, match="tools: has more than"):
+        chat(tools=[tool(parameters=parameters)])
+    assert written == []

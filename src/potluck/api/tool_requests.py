@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from potluck.api.chat_templates import RESERVED_VARIABLES
@@ -46,9 +47,9 @@ def take_template_fields(body: dict[str, object]) -> tuple[TemplateFields, str]:
         return TemplateFields(chat_template_kwargs=text), ""
     if not isinstance(parallel, bool | None):
         raise FormatError("parallel_tool_calls", "must be true or false")
-    shown = _compact([{"type": "function", "function": function} for function in functions])
-    if len(shown) > TOOLS_MAX_CHARS:
-        raise InputError("tools", f"has {len(shown)} characters as JSON, at most {TOOLS_MAX_CHARS} are taken")
+    shown = _bounded_json(
+        [{"type": "function", "function": function} for function in functions], "tools", TOOLS_MAX_CHARS
+    )
     for place, function in enumerate(functions):
         if function["name"] in names and "parameters" in function:
             check_json_schema(function["parameters"], f"tools[{place}].function.parameters")
@@ -60,6 +61,32 @@ def take_template_fields(body: dict[str, object]) -> tuple[TemplateFields, str]:
 
 def _compact(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _bounded_json(value: object, field: str, max_chars: int) -> str:
+    """The value as JSON. One that is too long is refused before it is written, which takes one long C call."""
+    if min_json_chars(value, max_chars) > max_chars or len(text := _compact(value)) > max_chars:
+        raise InputError(field, f"has more than {max_chars} characters as JSON")
+    return text
+
+
+def min_json_chars(value: object, max_chars: int) -> int:
+    """A lower bound of the value's length as JSON; counting stops once it is above `max_chars`."""
+    pending, chars = [value], 0
+    while pending and chars <= max_chars:
+        item = pending.pop()
+        chars += 1
+        if isinstance(item, str):
+            chars += len(item)
+        elif isinstance(item, int):
+            chars += item.bit_length() // 4
+        elif isinstance(item, dict):
+            chars += sum(len(name) for name in item) + len(item)
+            pending += islice(item.values(), max_chars)
+        elif isinstance(item, list):
+            chars += len(item)
+            pending += islice(item, max_chars)
+    return chars
 
 
 def _functions(tools: object) -> list[dict[str, Any]]:
@@ -185,11 +212,7 @@ def _variables(value: object) -> str:
             raise FormatError(field, f"{name[:64]!r} is not the name of a variable")
         if name in RESERVED_VARIABLES:
             raise InputError(f"{field}.{name}", "is set by the server; leave it out")
-    text = _compact(value)
-    if len(text) > TEMPLATE_VARIABLES_MAX_CHARS:
-        line = f"has {len(text)} characters as JSON, at most {TEMPLATE_VARIABLES_MAX_CHARS} are taken"
-        raise InputError(field, line)
-    return text
+    return _bounded_json(value, field, TEMPLATE_VARIABLES_MAX_CHARS)
 
 
 def checked_call_field(key: str, value: object, role: str, where: str) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -46,6 +47,8 @@ from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import ended, error_body, read_body
 
 T = TypeVar("T")
+LARGE_BODY_SWITCH_S = 0.0005
+"""Interpreter switch interval once a thread has read a large body."""
 
 
 async def answer(service: EngineService, job: Job, text_rules: TextRules) -> AsyncGenerator[TextDelta]:
@@ -105,6 +108,8 @@ async def _read(request: web.Request, read: Callable[[dict[str, object], EngineA
     raw = await read_body(request)
     if len(raw) <= INLINE_BODY_BYTES:
         return read(parse_object(raw), EMBEDDED)
+    # The event loop gets its turn back from the thread sooner.
+    sys.setswitchinterval(min(LARGE_BODY_SWITCH_S, sys.getswitchinterval()))
     return await asyncio.to_thread(lambda: read(read_large_object(raw).values, EMBEDDED))
 
 
