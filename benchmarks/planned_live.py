@@ -29,7 +29,7 @@ from parts.adapt_scenarios import MARKET_NODES, REMOTE, REMOTE_LOAD, post, repor
 from parts.common import ROOT, options, run
 from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, planner_of, policy_of, scene_of
-from potluck.core.routing.template_weights import offers
+from potluck.core.routing.template_weights import model_weights
 from potluck.core.values.plan import plan_to_json
 from potluck.core.values.types import LengthBin, Traffic
 from potluck.loadgen.load_client import kept
@@ -251,7 +251,7 @@ def planned(inputs: SimulationInputs, result: SimResult) -> Seen:
     replica_models = ReplicaModels(resolved)
     replica_models.learn(plan)
     policy = inputs.spec.policy
-    lengths = lengths_of(result.records, offers(plan, policy.balance))
+    lengths = lengths_of(result.records, model_weights(plan, policy.balance))
     text = promises(plan, replica_models, lengths, policy.balance)
     total = sum(model.served_per_s for model in text.models)
     seen = Seen()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from potluck.core.routing.balance import LeastLoaded, decode_seconds, prefill_seconds
 from potluck.core.routing.round_robin import WeightedRoundRobin
-from potluck.core.routing.template_weights import ModelWeights, merged, offers
+from potluck.core.routing.template_weights import ModelWeights, merge_weights, model_weights
 from potluck.core.state.actions import Run
 from potluck.core.state.facts import ReplicaFacts
 from potluck.core.state.fleet import ReplicaState
@@ -291,16 +291,16 @@ B = build.template("b", closed=(1.0, 1.0))
 def test_copy_weight_of_one_bucket_is_its_capacity_share_or_one_by_balance() -> None:
     template = build.template("a", closed=(4.0,))
     plan = build.plan((template,), {("a", "near"): 2}, {("a", "near", "closed"): (1.0,)}, longest=(1000,))
-    assert offers(plan, "goodput")["m"].copies["a", "near"].closed == (4.0,)
-    assert offers(plan, "fixed")["m"].copies["a", "near"].closed == (0.5,)
-    assert offers(plan, "round-robin")["m"].copies["a", "near"].closed == (1.0,)
+    assert model_weights(plan, "goodput")["m"].copies["a", "near"].closed == (4.0,)
+    assert model_weights(plan, "fixed")["m"].copies["a", "near"].closed == (0.5,)
+    assert model_weights(plan, "round-robin")["m"].copies["a", "near"].closed == (1.0,)
 
 
 def test_copy_planned_for_long_prompts_gets_few_short_ones() -> None:
     # Two copies of A: a tenth of their time for short prompts, the rest for long ones; B: short ones only.
     shares = {("a", "near", "closed"): (0.2, 1.8), ("b", "near", "closed"): (0.8, 0.0)}
     plan = build.plan((A, B), {("a", "near"): 2, ("b", "near"): 1}, shares)
-    offer = offers(plan, "goodput")["m"]
+    offer = model_weights(plan, "goodput")["m"]
     assert offer.copies["a", "near"].closed == pytest.approx((0.1, 0.9))
     assert offer.copies["b", "near"].closed == pytest.approx((1.0, 0.0))
 
@@ -327,7 +327,7 @@ def test_copy_weights_do_not_overload_a_copy_within_planned_demand(
     plan = build.plan(templates, counts, shares, longest=(1000, 4000, 90000))  # type: ignore[arg-type]
     if not plan.shares:
         return
-    result = offers(plan, "goodput")["m"].copies
+    result = model_weights(plan, "goodput")["m"].copies
     demand = [sum(s.rate_per_s for s in plan.shares if s.bucket == b) for b in range(3)]
     total = [sum(result[key].closed[b] * count for key, count in counts.items()) for b in range(3)]
     for key in counts:
@@ -337,24 +337,24 @@ def test_copy_weights_do_not_overload_a_copy_within_planned_demand(
 
 def test_copy_weights_of_a_plan_without_shares_are_template_capacities() -> None:
     plan = build.plan((A,), {("a", "near"): 1}, {})
-    assert offers(plan, "goodput")["m"].copies["a", "near"].closed == (1.0, 1.0)
+    assert model_weights(plan, "goodput")["m"].copies["a", "near"].closed == (1.0, 1.0)
 
 
 def test_every_prompt_length_maps_to_a_bucket() -> None:
-    offer = offers(build.plan((A,), {("a", "near"): 1}, {}, longest=(100, 1000)), "goodput")["m"]
+    offer = model_weights(build.plan((A,), {("a", "near"): 1}, {}, longest=(100, 1000)), "goodput")["m"]
     assert offer.longest_tokens == (100.0, inf)
     assert [offer.bucket(tokens) for tokens in (1, 100, 101, 1000, 10**9)] == [0, 0, 1, 1, 1]
 
 
 def test_copies_of_the_previous_plan_keep_their_weights_by_length() -> None:
     before = build.plan((A,), {("a", "near"): 1}, {("a", "near", "closed"): (0.5, 0.0)}, longest=(1000, 9000))
-    old_weights = offers(before, "goodput")["m"]
+    old_weights = model_weights(before, "goodput")["m"]
     shares = {("b", "near", "closed"): (1.0, 1.0, 1.0)}
-    new_weights = offers(build.plan((B,), {("b", "near"): 1}, shares, longest=(500, 1000, 9000)), "goodput")[
-        "m"
-    ]
-    both = merged(new_weights, old_weights, {("a", "near"), ("b", "near")})
+    new_weights = model_weights(
+        build.plan((B,), {("b", "near"): 1}, shares, longest=(500, 1000, 9000)), "goodput"
+    )["m"]
+    both = merge_weights(new_weights, old_weights, {("a", "near"), ("b", "near")})
     assert both.copies["a", "near"].closed == (1.0, 1.0, 0.0)
     assert both.copies["b", "near"] == new_weights.copies["b", "near"]
-    assert merged(new_weights, old_weights, {("b", "near")}) == new_weights  # its copies are gone
+    assert merge_weights(new_weights, old_weights, {("b", "near")}) == new_weights  # its copies are gone
     assert isinstance(both, ModelWeights)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from potluck.core.brain.brain import Brain
 from potluck.core.errors import InputError
-from potluck.core.routing.group_sharing import GroupRates, KvPair, MeanLengths, orchestrated, rated
-from potluck.core.routing.opportunistic import in_place, step_seconds
+from potluck.core.routing.group_sharing import GroupRates, KvPair, MeanLengths, best_flows, best_routing
+from potluck.core.routing.opportunistic import step_seconds, whole_request_replica
 from potluck.core.routing.split import partial_tokens, printed_tokens
 from potluck.core.scaling.role_shift import ALIKE, ROLES, _Choices, _tabu, best_roles
 from potluck.core.state import events as told
@@ -85,20 +85,20 @@ def test_in_place_run_goes_to_the_replica_with_the_lowest_step_time() -> None:
 
     idle_p, busy_p = view("p", "prefill"), view("p", "prefill", 1, 500)
     idle_d, busy_d, full_d = view("d", "decode"), view("d", "decode", 1), view("d", "decode", 5)
-    assert in_place([idle_p], [idle_d], step, 0.0) is None
-    assert in_place([busy_p], [busy_d, idle_d], step, 0.0) is idle_d
-    assert in_place([idle_p], [busy_d], step, 0.0) is idle_p
+    assert whole_request_replica([idle_p], [idle_d], step, 0.0) is None
+    assert whole_request_replica([busy_p], [busy_d, idle_d], step, 0.0) is idle_d
+    assert whole_request_replica([idle_p], [busy_d], step, 0.0) is idle_p
     assert (
-        in_place([idle_p], [busy_d], step, 0.5) is None
+        whole_request_replica([idle_p], [busy_d], step, 0.5) is None
     )  # prefills would slow it down as much as it is faster
-    assert in_place([busy_p], [full_d], step, 0.0) is None
+    assert whole_request_replica([busy_p], [full_d], step, 0.0) is None
     decoding_p = view("p", "prefill", 4)
-    assert in_place([decoding_p], [full_d], step, 0.1) is decoding_p
-    assert in_place([decoding_p], [full_d], step, 0.2) is None
-    assert in_place([view("p", "prefill", 5)], [full_d], step, 0.0) is None
+    assert whole_request_replica([decoding_p], [full_d], step, 0.1) is decoding_p
+    assert whole_request_replica([decoding_p], [full_d], step, 0.2) is None
+    assert whole_request_replica([view("p", "prefill", 5)], [full_d], step, 0.0) is None
     reporting = view("d", "decode")
     reporting.status = told.ReplicaStatus(0, 2, 0, 100, 5, 10, 0.02)
-    assert in_place([busy_p], [reporting], step, 0.0) is None  # others' work, by its own word
+    assert whole_request_replica([busy_p], [reporting], step, 0.0) is None  # others' work, by its own word
 
 
 def test_step_time_is_linear_between_its_two_known_batch_sizes() -> None:
@@ -286,13 +286,13 @@ def test_equal_copies_get_equal_shares_when_their_learned_paces_vary() -> None:
         assert target.view is not None
         target.view.pace = 1.0 + 0.03 * number
         target.timed()
-    chooser = there.brain.table.ways(there.brain.table.models["m"], 0, 100).closed.prefills
-    assert Counter(chooser.pick() for _ in range(30)) == dict.fromkeys(targets, 10)
+    new_balancer = there.brain.table.ways(there.brain.table.models["m"], 0, 100).closed.prefills
+    assert Counter(new_balancer.pick() for _ in range(30)) == dict.fromkeys(targets, 10)
     assert targets[2].view is not None
     targets[2].view.pace = 1.3
     targets[2].timed()
     targets[2].load = 1.0
-    assert targets[2] not in [chooser.pick() for _ in range(30)]
+    assert targets[2] not in [new_balancer.pick() for _ in range(30)]
 
 
 # Groups: who hands to whom inside a copy, as planned and when it is not as planned.
@@ -408,7 +408,7 @@ def test_group_routing_equals_the_planner_transport_optimum(seed: int) -> None:
         KvPair(i, j, tuple((str(k), float(busy[k, i, j])) for k in range(links) if busy[k, i, j]), 0.0)
         for i, j in product(range(m), range(n))
     ]
-    flows = orchestrated(first.tolist(), second.tolist(), pairs)
+    flows = best_flows(first.tolist(), second.tolist(), pairs)
     assert sum(flows) == pytest.approx(value, rel=1e-6, abs=1e-6)
     for i, j in product(range(m), range(n)):
         assert sum(f for f, p in zip(flows, pairs, strict=True) if p.prefill == i) <= first[i] + 1e-6
@@ -430,7 +430,7 @@ def test_chosen_group_roles_serve_the_most_with_the_fewest_flips(seed: int, coun
     now: dict[int, Role] = {i: ROLES[int(rng.integers(3))] for i in range(count)}
 
     def served(roles: dict[int, Role]) -> float:
-        return sum(rate for *_, rate in rated(facts, "g", roles, lengths))
+        return sum(rate for *_, rate in best_routing(facts, "g", roles, lengths))
 
     def flips(roles: dict[int, Role]) -> int:
         return sum(roles[place] != role for place, role in now.items())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.routing.learned_speeds import FADE_S
+from potluck.core.routing.learned_speeds import STALE_AFTER_S
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FirstToken, RequestFinished, Tick
 from potluck.core.state.fleet import LEAST, MOST, FleetState
@@ -88,7 +88,7 @@ def test_slow_replica_gets_fewer_requests_and_is_tried_again_later() -> None:
     assert world.brain.fleet.views[first].pace > 1.5
     assert world.brain.fleet.views[second].pace == pytest.approx(1.0, abs=0.1)
     for _ in range(20):
-        world.now_s += FADE_S
+        world.now_s += STALE_AFTER_S
         world.tell(Tick())
     assert world.brain.fleet.views[first].pace == pytest.approx(1.0, rel=0.01)
     again = serve(world, first, 1.0, 40)

@@ -13,10 +13,10 @@ from potluck.core.routing.link_states import LinkStates
 from potluck.core.routing.routing_table import PrefillChoice
 from potluck.core.routing.template_weights import LengthThreshold
 from potluck.core.routing.thresholds import (
-    AHEAD_SHARE,
     LEAST_TOKENS,
-    MOST_RAISED,
-    QUEUE_SHARE,
+    MAX_RAISE_FACTOR,
+    RAISE_PER_DELAY_S,
+    RAISE_PER_QUEUE_S,
     after_report,
     decide,
     rebased,
@@ -274,7 +274,7 @@ def test_threshold_stays_between_its_base_and_a_limit(
     threshold = LengthThreshold(base, base)
     for utilisation, queued, gbps in reports:
         threshold = after_report(threshold, report(utilisation, queued, gbps))
-        assert base - 1e-6 <= threshold.tokens <= max(base, LEAST_TOKENS) * MOST_RAISED + 1e-6
+        assert base - 1e-6 <= threshold.tokens <= max(base, LEAST_TOKENS) * MAX_RAISE_FACTOR + 1e-6
         assert threshold.base_tokens == base
 
 
@@ -296,7 +296,7 @@ def test_threshold_rise_from_queued_prefill_depends_on_its_amount_not_its_durati
     threshold = LengthThreshold(10_000.0, 10_000.0)
     for _ in range(60):
         threshold = after_report(threshold, report(0.2), 3.0)
-    assert threshold.tokens == pytest.approx(10_000.0 * (1 + 2 * AHEAD_SHARE))
+    assert threshold.tokens == pytest.approx(10_000.0 * (1 + 2 * RAISE_PER_DELAY_S))
     for _ in range(30):
         threshold = after_report(threshold, report(0.2), 1.5)
     assert 10_000.0 < threshold.tokens < 14_000.0  # less waits by now
@@ -307,7 +307,7 @@ def test_threshold_rise_from_queued_bytes_depends_on_their_amount_not_their_dura
     for ahead_s in (0.0, -9.0):  # whether prompts wait at home as well
         for _ in range(60):
             threshold = after_report(threshold, report(1.0, 2.5 * 10e9 / 8), ahead_s)
-        assert threshold.tokens == pytest.approx(10_000.0 * (1 + 2 * QUEUE_SHARE))
+        assert threshold.tokens == pytest.approx(10_000.0 * (1 + 2 * RAISE_PER_QUEUE_S))
 
 
 def test_full_link_without_a_queue_raises_the_threshold_unless_prompts_wait_locally() -> None:

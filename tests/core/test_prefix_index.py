@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from potluck.core.errors import InputError
 from potluck.core.replica.blocks import BlockPool, block_hashes
-from potluck.core.routing.prefix_index import SWEEP_AT, CacheAnnouncer, PrefixIndex, PrefixMatch
+from potluck.core.routing.prefix_index import SWEEP_UNUSED_BITS, CacheAnnouncer, PrefixIndex, PrefixMatch
 from potluck.core.state.events import CacheReported
 
 CLUSTERS = {"a1": "a", "a2": "a", "b1": "b"}
@@ -87,7 +87,7 @@ class IndexMachine(RuleBasedStateMachine):
         replica = self.replicas[name]
         replica.report()
         assert not self.index.apply(replica.announcer.snapshot(replica.pool.everything()), CLUSTERS[name])
-        assert self.index.view()[name][0] == replica.announcer.sequence
+        assert self.index.blocks_by_replica()[name][0] == replica.announcer.sequence
 
     @rule(name=REPLICAS)
     def restart(self, name: str) -> None:
@@ -103,7 +103,7 @@ class IndexMachine(RuleBasedStateMachine):
     def believed(self) -> dict[str, tuple[frozenset[int], frozenset[int]]]:
         """What each replica held at the last report that the index took in; of earlier lives nothing is checked."""
         result = {}
-        for name, (sequence, held) in self.index.view().items():
+        for name, (sequence, held) in self.index.blocks_by_replica().items():
             epoch = self.index._sources[name].epoch
             if epoch == self.replicas[name].epoch:
                 result[name] = self.replicas[name].past[sequence]
@@ -114,7 +114,7 @@ class IndexMachine(RuleBasedStateMachine):
     def ask(self, tokens: list[int], exact: bool) -> None:
         names = hashes(tokens)
         believed = self.believed()
-        if set(believed) != set(self.index.view()):
+        if set(believed) != set(self.index.blocks_by_replica()):
             return  # somebody's earlier life is still in it
         best: dict[str, PrefixMatch] = {}
         for replica, (held, marked) in sorted(believed.items()):
@@ -151,7 +151,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.believed()
         for name in CLUSTERS:
             if self.index.stale(name):
-                assert name not in self.index.view()
+                assert name not in self.index.blocks_by_replica()
 
 
 TestIndex = IndexMachine.TestCase
@@ -190,7 +190,7 @@ def test_prefix_index_ignores_reports_from_before_a_restart() -> None:
     assert not index.apply(CacheReported("r", 1, (2,), epoch=2), "c")
     assert not index.apply(event("r", 2, (3,)), "c")
     assert not index.apply(event("r", 9, (1, 3), whole=True), "c")
-    assert index.view() == {"r": (1, frozenset({2}))}
+    assert index.blocks_by_replica() == {"r": (1, frozenset({2}))}
 
 
 def test_prefix_index_recovers_from_a_gap_when_the_late_report_arrives() -> None:
@@ -202,13 +202,13 @@ def test_prefix_index_recovers_from_a_gap_when_the_late_report_arrives() -> None
 
 def test_prefix_index_frees_the_entries_of_removed_replicas() -> None:
     index = PrefixIndex()
-    for number in range(3 * SWEEP_AT):
+    for number in range(3 * SWEEP_UNUSED_BITS):
         index.apply(event(f"r{number}", 1, (1, 2, 100 + number)), "c")
         if number >= 2:
             index.forget(f"r{number - 2}")
     assert sorted(index.holders(2)) == ["r94", "r95"]
-    assert index._bits <= SWEEP_AT + 2
-    assert len(index) <= SWEEP_AT + 4
+    assert index._next_bit <= SWEEP_UNUSED_BITS + 2
+    assert len(index) <= SWEEP_UNUSED_BITS + 4
 
 
 def test_prefix_index_is_bounded_and_keeps_recently_queried_prefixes() -> None:

@@ -175,7 +175,7 @@ def test_whole_requests_keep_their_buckets_when_other_replicas_prefill_locally(a
     world = with_whole({("m", "near", "near"): (1.0, 0.0)} if at_home else {})
     table = world.brain.table
     whole = [table.ways(table.models["m"], bucket, 600).closed.prefills for bucket in (0, 1)]
-    assert [len(chooser) for chooser in whole] == [1, 0 if at_home else 1]
+    assert [len(new_balancer) for new_balancer in whole] == [1, 0 if at_home else 1]
 
 
 def test_without_threshold_adaptation_prompts_follow_the_planned_buckets() -> None:

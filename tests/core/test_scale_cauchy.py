@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scale_builders import World, fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.routing.template_weights import merged, offers
+from potluck.core.routing.template_weights import merge_weights, model_weights
 from potluck.core.scaling.cauchy_scaling import (
     CauchyScaling,
     CopyOption,
@@ -581,7 +581,7 @@ def test_started_candidate_copy_gets_weights_from_its_capacity() -> None:
             plans.PlannedShare("small", "east", 1, "closed", 5.0),
         ),
     )
-    read = offers(there, "goodput")["m"]
+    read = model_weights(there, "goodput")["m"]
     assert ("other", "west") not in read.copies
     weights = read.copy(("other", "west"))
     assert weights is not None
@@ -589,7 +589,7 @@ def test_started_candidate_copy_gets_weights_from_its_capacity() -> None:
     assert weights.closed[0] / weights.closed[1] == pytest.approx(1.0), "as much of each as is asked for"
     assert read.copy(("unknown", "west")) is None
     # Under another plan it goes on until it is drained.
-    after = merged(offers(plan_repertoire(), "goodput")["m"], read, {("other", "west")})
+    after = merge_weights(model_weights(plan_repertoire(), "goodput")["m"], read, {("other", "west")})
     assert after.copies["other", "west"].closed[0] == weights.closed[1]
     assert set(blueprints(there)) == {"small", "other"}
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from potluck.core.routing.split import (
     chunked_s,
-    keeps_decode,
+    decodes_faster_on_low_end,
+    finishes_sooner_on_high_end,
     partial_prefill_s,
     partial_tokens,
     printed_tokens,
-    sooner_whole,
 )
 from potluck.core.state.facts import ReplicaFacts, SplitFacts
 
@@ -133,20 +133,20 @@ LOW = ReplicaFacts(1e-4, 0.0, 0.032, 16, 1000, 10_000)
 
 
 def test_decode_stays_on_the_low_end_only_if_the_high_end_is_over_its_batch_and_slower() -> None:
-    assert not keeps_decode(HIGH, 63, LOW, 0, 0.0)
-    assert keeps_decode(HIGH, 64, LOW, 0, 0.0)
-    assert not keeps_decode(HIGH, 64, LOW, 16, 0.0)
-    assert keeps_decode(HIGH, 100, LOW, 16, 0.0)
-    assert not keeps_decode(HIGH, 100, LOW, 16, 0.5)  # prefills would come in between
+    assert not decodes_faster_on_low_end(HIGH, 63, LOW, 0, 0.0)
+    assert decodes_faster_on_low_end(HIGH, 64, LOW, 0, 0.0)
+    assert not decodes_faster_on_low_end(HIGH, 64, LOW, 16, 0.0)
+    assert decodes_faster_on_low_end(HIGH, 100, LOW, 16, 0.0)
+    assert not decodes_faster_on_low_end(HIGH, 100, LOW, 16, 0.5)  # prefills would come in between
     slow = replace(LOW, decode_step_s=0.090, decode_first_s=0.080)
-    assert not keeps_decode(HIGH, 64, slow, 0, 0.0)
-    assert keeps_decode(HIGH, 200, slow, 0, 0.0)
+    assert not decodes_faster_on_low_end(HIGH, 64, slow, 0, 0.0)
+    assert decodes_faster_on_low_end(HIGH, 200, slow, 0, 0.0)
 
 
 def test_decodes_are_shared_in_proportion_to_batch_sizes_under_overload() -> None:
     high = low = 0
     for _ in range(300):
-        if keeps_decode(HIGH, high, LOW, low, 0.0):
+        if decodes_faster_on_low_end(HIGH, high, LOW, low, 0.0):
             low += 1
         else:
             high += 1
@@ -160,7 +160,7 @@ def test_prompt_without_a_low_end_slot_goes_where_it_finishes_first() -> None:
     spare_s = alone_s - both_s  # what waiting may cost at most
 
     def sooner(low_wait_s: float, high_wait_s: float) -> bool:
-        return sooner_whole(A10_A100, 4000, part, (0, 0.0, PLENTY), low_wait_s, high_wait_s)
+        return finishes_sooner_on_high_end(A10_A100, 4000, part, (0, 0.0, PLENTY), low_wait_s, high_wait_s)
 
     assert (
         spare_s < 0
@@ -168,6 +168,6 @@ def test_prompt_without_a_low_end_slot_goes_where_it_finishes_first() -> None:
     assert sooner(0.0, 0.0)
     assert sooner(1.0, 0.9)
     assert not sooner(0.0, 10.0)  # by then the low-end GPU has done its part
-    assert not sooner_whole(
+    assert not finishes_sooner_on_high_end(
         A10_A100, 4000, part, (512, 0.0, PLENTY), 9.0, 0.0
     )  # no room for prompts in its steps

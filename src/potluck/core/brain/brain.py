@@ -145,7 +145,7 @@ class Brain:
 
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
         actions = self._requests.tick(at_s) + self._recovery.tick(at_s)
-        self.table.timed(self.speeds.faded(at_s))
+        self.table.timed(self.speeds.decay_stale(at_s))
         actions += self._scale(at_s)
         if self.router.thresholds.links:
             actions += self._notes.thresholds(self.router.thresholds.links, self.autoscaler.why())

@@ -15,7 +15,7 @@ from potluck.core.routing.learned_speeds import LearnedSpeeds
 from potluck.core.routing.prefix_affinity import PrefixAffinity
 from potluck.core.routing.router import SENT, Router, RoutingResult
 from potluck.core.routing.routing_table import ModelRoutes, RoutingTable
-from potluck.core.routing.split import MOST_IN_LOW
+from potluck.core.routing.split import MAX_LOW_END_REQUESTS
 from potluck.core.scaling.autoscaler import Autoscaler
 from potluck.core.state import events as told
 from potluck.core.state.actions import Abort, Action, RefusalReason, Refuse
@@ -305,7 +305,7 @@ class Requests:
         if request.watched_s >= 0:
             self._speeds.ended(at_s, request, event.output_tokens)
         elif request.first_s < 0:
-            self._speeds.came_whole(request, event.output_tokens)
+            self._speeds.finished_untimed(request, event.output_tokens)
         return self.release(at_s, request)
 
     def cancelled(self, at_s: float, event: told.RequestCancelled) -> list[Action]:
@@ -368,7 +368,7 @@ class Requests:
         """Let those in that wait for a pair's low-end replica, or send them elsewhere when it is gone."""
         actions: list[Action] = []
         while pair_target.waiting and (
-            not pair_target.usable or pair_target.in_low < MOST_IN_LOW * len(pair_target.prefills)
+            not pair_target.usable or pair_target.in_low < MAX_LOW_END_REQUESTS * len(pair_target.prefills)
         ):
             request = self.open.get(pair_target.waiting.popleft())
             if request is None or request.state != WAITING or request.pair is not pair_target:

@@ -21,7 +21,7 @@ from potluck.core.routing.balance import Balancer
 from potluck.core.routing.isolation import TenantIsolation
 from potluck.core.routing.opportunistic import step_seconds
 from potluck.core.routing.routing_table import RoutingTable
-from potluck.core.routing.split import MOST_IN_LOW
+from potluck.core.routing.split import MAX_LOW_END_REQUESTS
 from potluck.core.state.facts import BLOCK_TOKENS, ReplicaFacts
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
@@ -163,7 +163,7 @@ class ReplicaCapacity:
             return False
         if target.kind == COMBO or not self._facts.splits.get(target.prefills[0].member.template):
             return any(self._view(replica, request, slo, fill, PREFILL) for replica in target.prefills)
-        places = MOST_IN_LOW * len(target.prefills)
+        places = MAX_LOW_END_REQUESTS * len(target.prefills)
         if target.in_low < places:
             return True
         high_replica = min(target.decodes, key=lambda replica: replica.open_prefill_tokens)

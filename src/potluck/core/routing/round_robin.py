@@ -3,12 +3,12 @@
 Earliest eligible virtual deadline first (Stoica, Abdel-Wahab 1995) with unit jobs, O(log n) a pick:
 
     V             virtual time; one pick advances it by 1 / W, W the sum of weights
-    e_i, d_i      member i's next job may run from e_i on and is due at d_i = e_i + 1 / w_i
+    e_i, d_i      member i's next job is eligible from e_i and due at d_i = e_i + 1 / w_i
     pick          of those with e_i <= V the one with the least d_i; then e_i = d_i
-    lag_i         w_i (V - e_i): picks it is owed; always within (-1, 1), and the lags add up to 0
+    lag_i         w_i (V - e_i): picks that it is behind; always within (-1, 1), and the lags add up to 0
 
-So after N picks each count is within 1 of N w_i / W. A newcomer starts with no lag, one that leaves hands its lag to
-the others, a new weight keeps it."""
+So after N picks each count is within 1 of N w_i / W. A new member starts with no lag, a removed one passes its lag to
+the others, a changed weight keeps the lag."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Generic, TypeVar
 
 Member = TypeVar("Member")
 
-_SLACK = 1e-9  # Share of a turn by which rounding may move V: who is eligible but for that, is.
-_MOST_AHEAD = 8.0  # Turns that a member may be ahead because others' turns were given to it.
+_ROUNDING_TURNS = 1e-9  # Share of a turn by which rounding may shift V: members within it count as eligible.
+_MAX_TURNS_AHEAD = 8.0  # Turns that a member may be ahead after others' turns were swapped to it.
 
 
 class _Entry(Generic[Member]):
-    """One member. Heap items whose stamp is not the entry's are old and skipped."""
+    """One member. Heap items with a stamp other than the entry's are outdated and skipped."""
 
     __slots__ = ("due", "eligible", "member", "stamp", "weight")
 
@@ -36,18 +36,18 @@ class _Entry(Generic[Member]):
 
 
 class WeightedRoundRobin(Generic[Member]):
-    """Members with weights; `pick` says whose turn it is. Members are told apart by identity or hash."""
+    """Members with weights; `pick` returns the next one. Members are identified by hash."""
 
     __slots__ = ("_due", "_entries", "_later", "_now", "_only", "_stamp", "total")
 
     def __init__(self) -> None:
         self.total = 0.0
         self._entries: dict[Member, _Entry[Member]] = {}
-        self._due: list[tuple[float, int, _Entry[Member]]] = []  # Heap by deadline: those that may run.
+        self._due: list[tuple[float, int, _Entry[Member]]] = []  # Heap of eligible entries by deadline.
         self._later: list[tuple[float, int, _Entry[Member]]] = []
-        """Heap by when they may run: those that had their turn."""
+        """Heap of entries that had their turn, by when they become eligible again."""
         self._now = 0.0
-        self._only: Member | None = None  # The member when there is one: its turn never ends.
+        self._only: Member | None = None  # Set while there is one member: it is always picked.
         self._stamp = 0
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class WeightedRoundRobin(Generic[Member]):
         return tuple(self._entries)
 
     def lag(self, member: Member) -> float:
-        """Picks that a member is owed; negative when it is ahead."""
+        """Picks that a member is behind its share; negative when it is ahead."""
         entry = self._entries[member]
         return entry.weight * (self._now - entry.eligible)
 
@@ -89,7 +89,7 @@ class WeightedRoundRobin(Generic[Member]):
             return self._only
         due, later = self._due, self._later
         now = self._now
-        horizon = now + _SLACK / self.total if self.total else now
+        horizon = now + _ROUNDING_TURNS / self.total if self.total else now
         while later and (later[0][0] <= horizon or later[0][1] != later[0][2].stamp):
             _, stamp, entry = heappop(later)
             if entry.stamp == stamp:
@@ -98,7 +98,7 @@ class WeightedRoundRobin(Generic[Member]):
             _, stamp, entry = heappop(due)
             if entry.stamp == stamp:
                 return self._take(entry)
-        # Rounding can leave nobody eligible; then the next one is.
+        # Rounding can leave no member eligible; then the next one is picked.
         while later:
             _, stamp, entry = heappop(later)
             if entry.stamp == stamp:
@@ -106,11 +106,12 @@ class WeightedRoundRobin(Generic[Member]):
         return None
 
     def swap(self, picked: Member, other: Member) -> None:
-        """The turn just picked goes to another member after all, and counts as its own unless it is far ahead."""
+        """Give the turn just picked to another member. It counts as that member's own unless it is far ahead
+        already."""
         giver, taker = self._entries.get(picked), self._entries.get(other)
         if giver is None or taker is None or giver is taker or self._only is not None:
             return
-        if self.lag(other) <= -_MOST_AHEAD:
+        if self.lag(other) <= -_MAX_TURNS_AHEAD:
             return
         for entry, sign in ((giver, -1.0), (taker, 1.0)):
             entry.eligible += sign / entry.weight
@@ -147,7 +148,8 @@ class WeightedRoundRobin(Generic[Member]):
         self._compact()
 
     def _compact(self) -> None:
-        """Drop old heap items once they outnumber the live ones, and sum again what rounding may have moved."""
+        """Drop outdated heap items once they outnumber the live ones, and recompute the total against rounding
+        errors."""
         if len(self._due) + len(self._later) > 2 * len(self._entries) + 32:
             self.total = sum(entry.weight for entry in self._entries.values())
             self._due = []

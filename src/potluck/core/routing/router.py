@@ -11,7 +11,7 @@ from bisect import bisect_left
 from enum import Enum
 
 from potluck.core.routing import opportunistic, split
-from potluck.core.routing.balance import Balancer, PlacedWork, prefill_seconds, unfailed
+from potluck.core.routing.balance import Balancer, PlacedWork, pick_unfailed, prefill_seconds
 from potluck.core.routing.capacity import CLOSED as CLOSED_WAY
 from potluck.core.routing.capacity import DECODE, PREFILL, ReplicaCapacity, easy
 from potluck.core.routing.deadlines import DeadlineCheck
@@ -277,7 +277,7 @@ class Router:
         if target is None:
             return None
         if request.avoid and avoided(target, request.avoid):
-            target = unfailed(balancer, request)
+            target = pick_unfailed(balancer, request)
             if target is None:
                 return None
         if phase != DECODE and request.request.blocks and self._policy.affinity > 0:
@@ -320,7 +320,9 @@ class Router:
         else:
             target.busy = busier(target.busy, prefills)
             busy = target.usage.seen(request.request.arrival_s, request.prompt_tokens, prefills)
-            alone = opportunistic.in_place(prefills, decodes, opportunistic.next_step_seconds, target.busy)
+            alone = opportunistic.whole_request_replica(
+                prefills, decodes, opportunistic.next_step_seconds, target.busy
+            )
             if alone is not None and (capacity is None or capacity.keeps_pace(alone, request, busy)):
                 self._alone(request, alone)
                 return
@@ -349,9 +351,9 @@ class Router:
         target.busy = busier(target.busy, target.prefills)
         part = prompt = request.prompt_tokens
         if splits is not None:
-            part = self._share(part, splits, split.high_end(high_replica))
-            if target.in_low >= split.MOST_IN_LOW * len(target.prefills):
-                if self._policy.split_overflow and split.passes(
+            part = self._share(part, splits, split.high_end_load(high_replica))
+            if target.in_low >= split.MAX_LOW_END_REQUESTS * len(target.prefills):
+                if self._policy.split_overflow and split.overflows_to_high_end(
                     splits, target, low_replica, high_replica, prompt, part
                 ):
                     self._alone(request, high_replica)
@@ -360,7 +362,7 @@ class Router:
                 target.waiting.append(request.request.id)
                 return RoutingResult.WAITS
         request.pair = None
-        if self._policy.low_decodes and split.stays_low(
+        if self._policy.low_decodes and split.keeps_on_low_end(
             target, low_replica, high_replica, request.total_tokens
         ):
             self._alone(request, low_replica)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from potluck.core.routing.balance import Balancer, BalanceRule
-from potluck.core.routing.group_sharing import MeanLengths, bucket_tokens, parts
+from potluck.core.routing.group_sharing import MeanLengths, bucket_tokens, group_shares
 from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.routing.template_weights import (
     LengthThreshold,
@@ -24,9 +24,9 @@ from potluck.core.routing.template_weights import (
     Phase,
     RegionFlow,
     TemplateWeights,
-    merged,
-    nearer,
-    offers,
+    merge_weights,
+    model_weights,
+    prefer_region,
 )
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
@@ -89,12 +89,13 @@ class RoutingTable:
         for template in plan.repertoire:
             self._templates[template.name] = template
         live = {(template_copy.template, template_copy.region) for template_copy in self.fleet.units.values()}
-        fresh = offers(plan, self._balance)
+
+        fresh = model_weights(plan, self._balance)
         if self._home:
-            fresh = {model: nearer(weights, self._home) for model, weights in fresh.items()}
+            fresh = {model: prefer_region(weights, self._home) for model, weights in fresh.items()}
         for model, routes in self.models.items():
             if model in fresh:
-                fresh[model] = merged(fresh[model], routes.offers, live)
+                fresh[model] = merge_weights(fresh[model], routes.offers, live)
             elif any(self._templates[name].model == model for name, _ in live):
                 fresh[model] = routes.offers
         self.models = {model: ModelRoutes(weights, self._limits(weights)) for model, weights in fresh.items()}
@@ -203,7 +204,7 @@ class RoutingTable:
                     rate = sum(flow.rates_per_s) / len(flow.rates_per_s)
                 if rate:
                     flows.append((flow.source, flow.target, rate))
-        route_options = RouteOptions(self.rule.chooser, flows, bucket, length_class)
+        route_options = RouteOptions(self.rule.new_balancer, flows, bucket, length_class)
         for target in (*self.singles.values(), *self.groups.values()):
             self._put(routes, route_options, target, True)
         for template_copy in self.fleet.units.values():
@@ -237,10 +238,11 @@ class RoutingTable:
             prompt = bucket_tokens(routes.longest_tokens, bucket, known_facts)
             lengths = MeanLengths(prompt, known_facts.output_tokens if known_facts is not None else 256.0)
         pairs, alone = [], dict.fromkeys(singles, 0.0)
-        group_shares = parts(
+
+        shares = group_shares(
             self.facts, template, serving, bucket, lengths, template_copy.model in self._lengths
         )
-        for first, second, share in group_shares:
+        for first, second, share in shares:
             if first == second:
                 alone[first] += share * weight
             else:

@@ -1,4 +1,4 @@
-"""What a plan offers to routing: how much of each bucket one copy of each template takes, phase by phase.
+"""Routing weights from a plan: how much of each bucket one copy of each template takes, by phase.
 
 A copy divides its time among buckets and phases; x = rate / (count capacity) of it goes to one of them. Weights are
 
@@ -22,9 +22,9 @@ from potluck.core.values.plan import BucketCapacity, Plan, Template
 
 Phase = Literal["closed", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")
-Key = tuple[str, str]  # (template, region)
-AWAY = 0.05
-"""What a copy in another region weighs: it is sent requests once those at home are about twenty behind it."""
+TemplateKey = tuple[str, str]  # (template, region)
+REMOTE_COPY_WEIGHT = 0.05
+"""Weight of a copy in another region: it gets requests once local copies have about twenty times its load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class ModelWeights:
     model: str
     longest_tokens: tuple[float, ...]
     """The longest prompt of each bucket, rising; the last is infinite, so that every prompt has a bucket."""
-    copies: Mapping[Key, TemplateWeights]
+    copies: Mapping[TemplateKey, TemplateWeights]
     flows: tuple[RegionFlow, ...]
     spare: Mapping[str, TemplateWeights] = field(default_factory=dict)
-    """What a copy of any template takes that the plan counts on nowhere, or not in that region: scaling began it."""
+    """Weights of copies that the plan has nowhere or not in that region; scaling may start them."""
 
-    def copy(self, key: Key) -> TemplateWeights | None:
+    def copy(self, key: TemplateKey) -> TemplateWeights | None:
         template_weights = self.copies.get(key)
         return self.spare.get(key[0]) if template_weights is None else template_weights
 
@@ -62,148 +62,174 @@ class ModelWeights:
         return min(bisect_left(self.longest_tokens, prompt_tokens), len(self.longest_tokens) - 1)
 
 
-def offers(plan: Plan, balance: str) -> dict[str, ModelWeights]:
+def model_weights(plan: Plan, balance: str) -> dict[str, ModelWeights]:
     rule = balance_rule(balance)
     models = dict.fromkeys(template.model for template in plan.templates)
-    return {model: _model(plan, model, rule) for model in models}
+    return {model: _model_weights(plan, model, rule) for model in models}
 
 
-def nearer(model: ModelWeights, home: str) -> ModelWeights:
-    """As a gateway of one region has it: what the plan has answered there stays there while it can. Copies elsewhere
-    that answer whole requests weigh little beside such copies at home, and nothing beside flows to home."""
-    none = (0.0,) * len(model.longest_tokens)
-    whole = zip(
-        none, *(copy.closed for (_, region), copy in model.copies.items() if region == home), strict=True
+def prefer_region(model: ModelWeights, home: str) -> ModelWeights:
+    """A gateway's view from its own region: what the plan serves in the region stays there while it can. Copies
+    elsewhere that serve whole requests get a small weight beside local ones, and none beside flows into the
+    region."""
+    zeros = (0.0,) * len(model.longest_tokens)
+    local_closed_rates = zip(
+        zeros, *(copy.closed for (_, region), copy in model.copies.items() if region == home), strict=True
     )
-    handed = zip(none, *(flow.rates_per_s for flow in model.flows if flow.target == home), strict=True)
-    elsewhere = [
-        (AWAY, 0.0) if max(alike) else (float(not max(flows)),) * 2
-        for alike, flows in zip(whole, handed, strict=True)
-    ]  # By bucket, what copies and flows weigh there.
+    local_flow_rates = zip(
+        zeros, *(flow.rates_per_s for flow in model.flows if flow.target == home), strict=True
+    )
+    remote_factors = [
+        (REMOTE_COPY_WEIGHT, 0.0) if max(closed_rates) else (float(not max(region_flows)),) * 2
+        for closed_rates, region_flows in zip(local_closed_rates, local_flow_rates, strict=True)
+    ]  # Per bucket: (factor for remote copies, factor for remote flows).
 
-    def weighed(region: str, weights: tuple[float, ...], kind: int) -> tuple[float, ...]:
+    def scale_remote(region: str, weights: tuple[float, ...], factor_index: int) -> tuple[float, ...]:
         return (
-            weights if region == home else tuple(w * e[kind] for w, e in zip(weights, elsewhere, strict=True))
+            weights
+            if region == home
+            else tuple(
+                weight * factors[factor_index]
+                for weight, factors in zip(weights, remote_factors, strict=True)
+            )
         )
 
     copies = {
-        key: replace(each, closed=weighed(key[1], each.closed, 0)) for key, each in model.copies.items()
+        key: replace(item, closed=scale_remote(key[1], item.closed, 0)) for key, item in model.copies.items()
     }
-    flows = tuple(
-        replace(each, rates_per_s=weighed(each.target, each.rates_per_s, 1)) for each in model.flows
+    region_flows = tuple(
+        replace(item, rates_per_s=scale_remote(item.target, item.rates_per_s, 1)) for item in model.flows
     )
-    return replace(model, copies=copies, flows=flows)
+    return replace(model, copies=copies, flows=region_flows)
 
 
-def merged(new_weights: ModelWeights, old_weights: ModelWeights, live: Collection[Key]) -> ModelWeights:
-    """The new plan's offers, and the old one's for live copies no longer planned, bucket by longest prompt."""
-    left = {
+def merge_weights(
+    new_weights: ModelWeights, old_weights: ModelWeights, live: Collection[TemplateKey]
+) -> ModelWeights:
+    """The new plan's weights, and the old plan's for live copies that the new one lacks, matched by longest
+    prompt."""
+    unplanned_weights = {
         key: template_weights
         for key in sorted(live)
         if key not in new_weights.copies and (template_weights := old_weights.copy(key)) is not None
     }
-    if not left:
+    if not unplanned_weights:
         return new_weights
-    places = [old_weights.bucket(tokens) for tokens in new_weights.longest_tokens]
+    old_buckets = [old_weights.bucket(tokens) for tokens in new_weights.longest_tokens]
     copies = dict(new_weights.copies)
-    for key, template_weights in left.items():
+    for key, template_weights in unplanned_weights.items():
         copies[key] = TemplateWeights(
-            *(tuple(template_weights.weights(p)[i] for i in places) for p in PHASES)
+            *(tuple(template_weights.weights(phase)[bucket] for bucket in old_buckets) for phase in PHASES)
         )
-    known = {(flow.source, flow.target) for flow in new_weights.flows}
-    regions = {region for _, region in left}
+    new_flows = {(flow.source, flow.target) for flow in new_weights.flows}
+    regions = {region for _, region in unplanned_weights}
     flows = [
-        RegionFlow(flow.source, flow.target, tuple(flow.rates_per_s[i] for i in places))
+        RegionFlow(flow.source, flow.target, tuple(flow.rates_per_s[bucket] for bucket in old_buckets))
         for flow in old_weights.flows
-        if (flow.source, flow.target) not in known and {flow.source, flow.target} & regions
+        if (flow.source, flow.target) not in new_flows and {flow.source, flow.target} & regions
     ]
     return replace(new_weights, copies=copies, flows=new_weights.flows + tuple(flows))
 
 
-def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
-    buckets = sorted((b for b in plan.buckets if b.model == model), key=lambda b: b.bucket)
+def _model_weights(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
+    buckets = sorted(
+        (bucket for bucket in plan.buckets if bucket.model == model), key=lambda bucket: bucket.bucket
+    )
     longest = (*(float(bucket.longest_tokens) for bucket in buckets[:-1]), inf)
     templates = {template.name: template for template in plan.templates if template.model == model}
-    rates: dict[tuple[Key, Phase], list[float]] = {}
+    rates: dict[tuple[TemplateKey, Phase], list[float]] = {}
     for share in plan.shares:
         if share.template in templates and share.bucket < len(longest):
-            key: tuple[Key, Phase] = ((share.template, share.region), share.phase)
+            key: tuple[TemplateKey, Phase] = ((share.template, share.region), share.phase)
             rates.setdefault(key, [0.0] * len(longest))[share.bucket] += share.rate_per_s
-    counts: Counter[Key] = Counter()
+    counts: Counter[TemplateKey] = Counter()
     for deployment in plan.deployments:
         if deployment.template in templates:
             counts[deployment.template, deployment.region] += deployment.count
-    for place, _ in rates:
-        counts.setdefault(place, 1)
+    for placement, _ in rates:
+        counts.setdefault(placement, 1)
     copies = {
-        key: _copy(templates[key[0]], {p: rates.get((key, p)) for p in PHASES}, count, len(longest), rule)
+        key: _copy_weights(
+            templates[key[0]], {phase: rates.get((key, phase)) for phase in PHASES}, count, len(longest), rule
+        )
         if rates
-        else _unplanned(templates[key[0]], len(longest), rule)
+        else _capacity_weights(templates[key[0]], len(longest), rule)
         for key, count in counts.items()
     }
     spare = {}
     if plan.candidates:
-        mix = [bucket.rate_per_s for bucket in buckets] or [1.0]
-        own = [item for item in plan.repertoire if item.model == model and not item.machines]
-        spare = {item.name: _spare(item, mix if any(mix) else [1.0] * len(mix), rule) for item in own}
+        bucket_rates = [bucket.rate_per_s for bucket in buckets] or [1.0]
+        templates_of_model = [item for item in plan.repertoire if item.model == model and not item.machines]
+        spare = {
+            item.name: _unplanned_copy_weights(
+                item, bucket_rates if any(bucket_rates) else [1.0] * len(bucket_rates), rule
+            )
+            for item in templates_of_model
+        }
     return ModelWeights(model, longest, copies, _flows(plan, model, len(longest)), spare)
 
 
-def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> TemplateWeights:
-    """A copy that the plan does not count on takes every bucket b it can: m_b / (sum of m / C), m the mix."""
+def _unplanned_copy_weights(template: Template, mix: Sequence[float], rule: BalanceRule) -> TemplateWeights:
+    """Weights of a copy that the plan does not have: every bucket b it can serve, m_b / (sum of m / C), with m the
+    traffic mix."""
     capacities = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
 
     def weights(phase: Phase) -> tuple[float, ...]:
-        able = [_capacity(capacities.get(bucket), phase) for bucket in range(len(mix))]
-        busy = 0.0
-        for rate, asked in zip(able, mix, strict=True):
-            busy += asked / rate if rate > 0 else 0.0
+        capacities_per_s = [_capacity(capacities.get(bucket), phase) for bucket in range(len(mix))]
+        busy_time = 0.0
+        for rate, demand in zip(capacities_per_s, mix, strict=True):
+            busy_time += demand / rate if rate > 0 else 0.0
         if rule.weights == "even":
-            return tuple(float(rate > 0) for rate in able)
-        # A bucket that nobody was planned to ask for gets a little, so that it has somewhere to go.
-        least = min(asked for asked in mix if asked > 0)
-        both = zip(able, mix, strict=True)
-        return tuple(max(asked, least) / busy if rate > 0 and busy > 0 else 0.0 for rate, asked in both)
+            return tuple(float(rate > 0) for rate in capacities_per_s)
+        # A bucket without planned demand gets the least weight, so that its requests have a target.
+        least_demand = min(demand for demand in mix if demand > 0)
+        rates_and_demands = zip(capacities_per_s, mix, strict=True)
+        return tuple(
+            max(demand, least_demand) / busy_time if rate > 0 and busy_time > 0 else 0.0
+            for rate, demand in rates_and_demands
+        )
 
-    whole = weights("closed")
-    none = (0.0,) * len(mix)
-    if any(whole):
-        return TemplateWeights(whole, none, none)
-    return TemplateWeights(whole, weights("prefill"), weights("decode"))
+    closed = weights("closed")
+    zeros = (0.0,) * len(mix)
+    if any(closed):
+        return TemplateWeights(closed, zeros, zeros)
+    return TemplateWeights(closed, weights("prefill"), weights("decode"))
 
 
-def _copy(
+def _copy_weights(
     template: Template, rates: Mapping[Phase, list[float] | None], count: int, buckets: int, rule: BalanceRule
 ) -> TemplateWeights:
-    """The weights of one copy, from what all copies are sent."""
+    """The weights of one copy, from the planned rates of all copies."""
     result: dict[Phase, list[float]] = {phase: [0.0] * buckets for phase in PHASES}
     capacities = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
-    uses: dict[tuple[Phase, int], float] = {}
-    for phase, planned in rates.items():
-        for bucket, rate in enumerate(planned or ()):
+    time_shares: dict[tuple[Phase, int], float] = {}
+    for phase, planned_rates in rates.items():
+        for bucket, rate in enumerate(planned_rates or ()):
             if rate <= 0:
                 continue
             capacity = _capacity(capacities.get(bucket), phase)
             result[phase][bucket] = rate / max(1, count)
             if capacity > 0:
-                uses[phase, bucket] = rate / max(1, count) / capacity
-    busy = sum(uses.values())
+                time_shares[phase, bucket] = rate / max(1, count) / capacity
+    busy_time = sum(time_shares.values())
     for phase, weights in result.items():
         for bucket, weight in enumerate(weights):
-            if weight > 0 and busy > 0 and rule.weights == "goodput" and (phase, bucket) in uses:
-                weights[bucket] = weight / busy
+            if weight > 0 and busy_time > 0 and rule.weights == "goodput" and (phase, bucket) in time_shares:
+                weights[bucket] = weight / busy_time
             elif weight > 0 and rule.weights == "even":
                 weights[bucket] = 1.0
     return TemplateWeights(tuple(result["closed"]), tuple(result["prefill"]), tuple(result["decode"]))
 
 
-def _unplanned(template: Template, buckets: int, rule: BalanceRule) -> TemplateWeights:
-    """A plan without shares, written by hand: whatever a template can do, it may be sent."""
+def _capacity_weights(template: Template, buckets: int, rule: BalanceRule) -> TemplateWeights:
+    """Weights for a plan without shares (written by hand): every bucket that the template can serve."""
     capacities = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
 
     def weights(phase: Phase) -> tuple[float, ...]:
-        known = [_capacity(capacities.get(bucket), phase) for bucket in range(buckets)]
-        return tuple([float(weight > 0) for weight in known] if rule.weights == "even" else known)
+        capacities_per_s = [_capacity(capacities.get(bucket), phase) for bucket in range(buckets)]
+        return tuple(
+            [float(weight > 0) for weight in capacities_per_s] if rule.weights == "even" else capacities_per_s
+        )
 
     return TemplateWeights(weights("closed"), weights("prefill"), weights("decode"))
 
@@ -213,7 +239,7 @@ def _capacity(capacity: BucketCapacity | None, phase: Phase) -> float:
 
 
 def _flows(plan: Plan, model: str, buckets: int) -> tuple[RegionFlow, ...]:
-    rates: dict[Key, list[float]] = {}
+    rates: dict[TemplateKey, list[float]] = {}
     for flow in plan.flows:
         if flow.model == model and flow.bucket < buckets and flow.rate_per_s > 0:
             key = (flow.prefill_region, flow.decode_region)
@@ -223,7 +249,7 @@ def _flows(plan: Plan, model: str, buckets: int) -> tuple[RegionFlow, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LengthThreshold:
-    base_tokens: float  # Where the plan, or the long-term update, has it.
+    base_tokens: float  # Set by the plan or the long-term update.
     tokens: float
     scarce: bool = True
-    carried_gbps: float = inf  # By the link of late, at most.
+    carried_gbps: float = inf  # Highest rate that the link carried recently.

@@ -19,7 +19,7 @@ from itertools import product
 from math import hypot, inf
 
 from potluck.core.figures import moved
-from potluck.core.routing.group_sharing import GroupRates, MeanLengths, rated
+from potluck.core.routing.group_sharing import GroupRates, MeanLengths, best_routing
 from potluck.core.scaling.roles import Flippable, codec_of, flippable, last_of_role
 from potluck.core.scaling.rule import Decisions, FlipRole, ScaleDecision, Scaler, SetLengths
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
@@ -279,7 +279,7 @@ class _Choices:
         key = tuple(roles.values())
         total = self.known.get(key)
         if total is None:
-            routed = rated(self._facts, self._template, roles, self._lengths, self._pace)
+            routed = best_routing(self._facts, self._template, roles, self._lengths, self._pace)
             total = self.known[key] = sum(rate for *_, rate in routed)
         return total
 

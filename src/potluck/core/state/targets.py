@@ -30,7 +30,7 @@ ALIKE: Final = 0.1  # A pace so near to the planned one counts as that: what is 
 class LoadIndex(Protocol):
     """Something that keeps targets in order of their load."""
 
-    def lighter(self, target: Target) -> None: ...
+    def lower_key(self, target: Target) -> None: ...
 
 
 def kind_of(template: Template) -> int:
@@ -70,7 +70,7 @@ class Target:
         if -ROUNDING < self.load < ROUNDING:  # else who is idle is told apart by what rounding left
             self.load = 0.0
         for index in self.indexes:
-            index.lighter(self)
+            index.lower_key(self)
 
     def timed(self) -> None:
         """Take over the pace of its replicas; of a group's two sides that of the slower one."""

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from potluck.core.routing.template_weights import PHASES, ModelWeights, Phase, offers
+from potluck.core.routing.template_weights import PHASES, ModelWeights, Phase, model_weights
 from potluck.core.values.plan import Plan, Prediction, Template
 from potluck.perf.phases import chunked_prefill_s, decode_step_s, prompts_in_step, prompts_s
 from potluck.perf.step_timer import StepTimer, steps
@@ -145,7 +145,7 @@ def promises(
     """
     if scale is not None:
         plan = _scaled(plan, scale)
-    read = offers(plan, balance)
+    read = model_weights(plan, balance)
     work: dict[Place, _ExpectedWork] = {}
     pairs: dict[tuple[str, Place, Place], float] = {}
     links: LinkRates = {}
@@ -393,7 +393,9 @@ def compared(
     values = {name: int((records.model == place).sum()) / span_s for place, name in enumerate(records.models)}
     served = {each.model: each.demand_per_s * plan.fraction_of(each.model) for each in plan.predictions}
     scale = {name: min(1.0, values.get(name, 0.0) / rate) for name, rate in served.items() if rate > 0}
-    expectations = promises(plan, replica_models, lengths_of(records, offers(plan, balance)), balance, scale)
+    expectations = promises(
+        plan, replica_models, lengths_of(records, model_weights(plan, balance)), balance, scale
+    )
     over = {name for name, rate in served.items() if values.get(name, 0.0) > rate * (1 + SERVED)}
     return (
         *_models(expectations, result, values),
