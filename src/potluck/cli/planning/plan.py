@@ -53,10 +53,12 @@ from potluck.core.errors import CapacityError, InputError, PotluckError
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Deployment, Plan
+    from potluck.plan.engine_costs import EngineCost
     from potluck.plan.explain import Explanation
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
     from potluck.rehearse.evidence import Evidence
+    from potluck.rehearse.rehearsal import Rehearsal
     from potluck.spec.spec_values import Spec
 
 
@@ -96,7 +98,7 @@ def plan(
     """
     from potluck.core.values.kv import lossy_notices
     from potluck.core.values.plan import plan_to_json
-    from potluck.plan.engine_costs import engine_cost, engine_json
+    from potluck.plan.engine_costs import engine_cost
     from potluck.plan.explain import expected, explain, planned_rest
 
     pins = tuple(map(_pin, options.pop("pinned")))
@@ -136,26 +138,49 @@ def plan(
         )
         saves.text("--out", out, lambda: plan_to_json(result))
         saves.text("--html", page, lambda: plan_html(factory.problem, outcome.plan, explanation))
+    made_plan = MadePlan(spec, factory, outcome, tried, cost, explanation, notes)
     if as_json:
-        body = _as_json(factory.problem, outcome, explanation)
-        body["engine"] = engine_json(spec.engine, cost)
-        emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
+        emit_json(made_plan.json())
     else:
-        show_notes(notes)
-        verdict = verdict_of(tried, asked, outcome.plan)
-        show_plan(problem, outcome, verdict, evidence_lines(tried, asked))
-        show_rehearsal(tried, asked)
-        _show_formats(spec, outcome.plan)
-        show_engine(cost)
-        show_search(factory.searched)
-        show_reasons(explanation if outcome.plan.deployments else None)
+        made_plan.show(asked)
     saves.complain()
     if _leaves_out(spec, problem) or outcome.plan.fraction < 1 or (tried is not None and not tried.holds):
         missed()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MadePlan:
+    """Everything that `potluck plan` prints."""
+
+    spec: Spec
+    factory: TemplateFactory
+    outcome: PlanOutcome
+    rehearsal: Rehearsal | None
+    engine_cost: EngineCost | None
+    explanation: Explanation | None
+    notes: tuple[str, ...]
+
+    def json(self) -> dict[str, object]:
+        from potluck.plan.engine_costs import engine_json
+
+        body = _as_json(self.factory.problem, self.outcome, self.explanation)
+        body["engine"] = engine_json(self.spec.engine, self.engine_cost)
+        return body | rehearsal_json(self.rehearsal) | ({"notes": list(self.notes)} if self.notes else {})
+
+    def show(self, asked: RehearsalOptions) -> None:
+        plan = self.outcome.plan
+        show_notes(self.notes)
+        verdict = verdict_of(self.rehearsal, asked, plan)
+        show_plan(self.factory.problem, self.outcome, verdict, evidence_lines(self.rehearsal, asked))
+        show_rehearsal(self.rehearsal, asked)
+        _show_formats(self.spec, plan)
+        show_engine(self.engine_cost)
+        show_search(self.factory.searched)
+        show_reasons(self.explanation if plan.deployments else None)
+
+
 def _leaves_out(spec: Spec, problem: PlanningProblem) -> bool:
-    """Whether the plan leaves out a model that has demand."""
+    """Whether the plan leaves out a model with demand."""
     served = {demand.name for demand in problem.asks if demand.rate_per_s > 0}
     return any(model.traffic.rate_per_s > 0 and model.name not in served for model in spec.models)
 

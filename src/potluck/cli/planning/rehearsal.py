@@ -61,7 +61,7 @@ def target(share: float) -> str:
 def verdict_of(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOptions, plan: Plan) -> str:
     """Whether the plan's SLOs were met in simulation, for its first line."""
     if rehearsal is not None:
-        return f"SLOs {'met' if rehearsal.holds else 'MISSED'} in simulation"
+        return "SLOs met in simulation" if rehearsal.holds else "SLOs MISSED in simulation"
     short = "" if plan.fraction >= 1 or rehearsal_options.averages else ", as it serves a part of the demand"
     return f"for mean traffic, not simulated{short}"
 
