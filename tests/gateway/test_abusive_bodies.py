@@ -23,7 +23,7 @@ from potluck.core.replica.blocks import BlockNamer
 from potluck.gateway.dispatch.relay_attempt import forwarded
 from potluck.gateway.dispatch.segment_attempt import tokens_json
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.parser import CHUNKS_AT_ONCE_MAX, RequestReader
+from potluck.gateway.http.parser import CHUNKS_PER_READ_MAX, RequestReader
 from potluck.gateway.http.server import ClientConnection, ClientListener, Exchange
 from potluck.gateway.openai import handler as module
 from potluck.gateway.openai import requests as gateway_requests
@@ -467,13 +467,13 @@ def test_body_behind_pipelined_requests_is_read_to_its_end() -> None:
 def test_body_with_too_many_tiny_chunks_at_once_is_refused() -> None:
     head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
     reader = RequestReader(HttpLimits())
-    reader.feed(head + b"1\r\nx\r\n" * CHUNKS_AT_ONCE_MAX)
+    reader.feed(head + b"1\r\nx\r\n" * CHUNKS_PER_READ_MAX)
     assert reader.take() is None
     reader.feed(b"1\r\ny\r\n" * 10 + b"0\r\n\r\n")
     request = reader.take()
     assert request is not None
-    assert request.body == b"x" * CHUNKS_AT_ONCE_MAX + b"y" * 10
+    assert request.body == b"x" * CHUNKS_PER_READ_MAX + b"y" * 10
     reader = RequestReader(HttpLimits())
-    reader.feed(head + b"1\r\nx\r\n" * (CHUNKS_AT_ONCE_MAX + 1))
+    reader.feed(head + b"1\r\nx\r\n" * (CHUNKS_PER_READ_MAX + 1))
     with pytest.raises(HttpRefusal, match="more than 4096 chunks at once"):
         reader.take()

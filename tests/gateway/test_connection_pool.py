@@ -302,7 +302,7 @@ ANSWER = (
 )
 def test_response_parsing_does_not_depend_on_chunk_boundaries(data: bytes, places: list[int]) -> None:
     marks = sorted({min(place, len(data)) for place in places} | {0, len(data)})
-    reader, got = ResponseReader(False), b""
+    reader, got = ResponseReader(), b""
     for a, b in itertools.pairwise(marks):
         got += reader.feed(data[a:b])
     assert (reader.status, got, reader.over, reader.rest) == (
@@ -315,7 +315,7 @@ def test_response_parsing_does_not_depend_on_chunk_boundaries(data: bytes, place
 
 @given(st.binary(max_size=80))
 def test_invalid_response_bytes_are_refused_or_awaited(data: bytes) -> None:
-    reader = ResponseReader(False)
+    reader = ResponseReader()
     try:
         reader.feed(data)
     except HttpRefusal:

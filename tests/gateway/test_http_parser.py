@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from potluck.api.http import HttpRefusal
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.parser import ONCE, ChunkedReader, RequestReader
+from potluck.gateway.http.message_checks import SINGLE_FIELDS
+from potluck.gateway.http.parser import RequestReader
 
 SMALL = HttpLimits(line_bytes=200, head_bytes=600, fields=8, body_bytes=500)
 HOST = b"Host: here\r\n"
@@ -226,7 +227,7 @@ def test_connection_persistence_follows_version_and_header(version: bytes, said:
 def test_repeated_header_field_is_joined_or_refused() -> None:
     seen, _ = read([GET + b"X-A: 1\r\nx-a: 2\r\n\r\n"])
     assert seen[0][3] == {b"host": b"here", b"x-a": b"1, 2"}
-    for name in ONCE - {b"host"}:
+    for name in SINGLE_FIELDS - {b"host"}:
         assert refusal(GET + name + b": 1\r\n" + name.upper() + b": 1\r\n\r\n").status == 400
 
 
@@ -336,10 +337,43 @@ def test_invalid_bytes_are_refused_or_awaited(data: bytes, places: list[int]) ->
 
 
 @given(bodies, st.lists(st.integers(0, 40), max_size=5), st.lists(st.integers(0, 400), max_size=8))
-def test_chunked_body_round_trips_for_any_chunking(body: bytes, pieces: list[int], places: list[int]) -> None:
+def test_chunked_body_is_returned_unchanged_and_next_request_follows(
+    body: bytes, pieces: list[int], places: list[int]
+) -> None:
     sent = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in cut(body, pieces) if piece)
-    chunks, got = ChunkedReader(), b""
-    for piece in cut(sent + b"0\r\n\r\nmore", places):
-        got += chunks.feed(piece) if not chunks.over else b""
-    assert got == body
-    assert chunks.over
+    data = CHUNKED + sent + b"0\r\n\r\n" + GET + b"\r\n"
+    seen, refused = read(cut(data, places))
+    assert not refused
+    assert [request[-1] for request in seen] == [body, b""]
+
+
+def test_chunked_body_with_empty_lines_is_read_to_its_end() -> None:
+    text = b"a\r\n\r\nGET / HTTP/1.1\r\n\r\n"
+    chunks = b"%x\r\n%b\r\n2\r\n\r\n\r\n0\r\nT: u\r\n\r\n" % (len(text), text)
+    data = CHUNKED + chunks + GET + b"\r\n"
+    for pieces in ([data], [data[i : i + 1] for i in range(len(data))]):
+        seen, refused = read(pieces)
+        assert not refused
+        assert [request[-1] for request in seen] == [text + b"\r\n", b""]
+
+
+def test_chunk_extensions_much_larger_than_the_body_are_refused() -> None:
+    assert refusal(CHUNKED + b"1;" + b"a" * 700).status == 400
+
+
+@pytest.mark.parametrize(
+    "framed",
+    [
+        b"\r\n",
+        b"Content-Length: 4\r\n\r\nabcd",
+        b"Transfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n",
+    ],
+)
+def test_upgrade_to_http_2_is_ignored_and_next_request_is_read(framed: bytes) -> None:
+    """Java's HTTP client offers the upgrade with its first request."""
+    data = POST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n" + framed + GET + b"\r\n"
+    for pieces in ([data], [data[i : i + 1] for i in range(len(data))]):
+        seen, refused = read(pieces)
+        assert not refused
+        assert [request[0] for request in seen] == [b"POST", b"GET"]
+        assert seen[0][-1] == (b"abcd" if b"abcd" in framed else b"")

@@ -123,14 +123,14 @@ class EngineConnection(asyncio.Protocol):
         self.address = address
         self._transport: asyncio.Transport | None = None
         self._call: EngineCall | None = None
-        self._reader = ResponseReader(False)
+        self._reader = ResponseReader()
         self._paused = False
         self.kept_s = 0.0
 
     def take(self, call: EngineCall) -> None:
         assert self._transport is not None
         self._call = call
-        self._reader = ResponseReader(call.bodiless)
+        self._reader.begin(call.bodiless)
         call.wire = self
         call.sent_s = time.monotonic()
         self._transport.write(call.data)
@@ -224,6 +224,7 @@ class EngineConnection(asyncio.Protocol):
         self._calls.gone(self)
         self._ended(f"broke the connection off ({plain(exc)})" if exc else "closed the connection")
         self._transport = None
+        self._reader.close()
 
     def _ended(self, why: str) -> None:
         call = self._call

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 
+from potluck.api.http import HttpRefusal
+
 SHARE_OF_FILES = 0.45
 """Of the files that a process may have open: for clients, and as many for engines; a request may need both."""
 
@@ -26,6 +28,10 @@ class HttpLimits:
     stalled_s: float = 30.0
     linger_s: float = 5.0
     """How long the rest of what was refused is read and thrown away, so that the client sees the answer."""
+
+    def check_body(self, size: int) -> None:
+        if size > self.body_bytes:
+            raise HttpRefusal(413, f"the body is larger than {self.body_bytes} bytes")
 
 
 def calm() -> None:
