@@ -11,12 +11,14 @@ from typing import get_args
 
 import click
 import pytest
+import yaml
 from docsite import commands, glossary, sample, spec_fields, values
 from docsite.assemble import COVERS, ROOT, assemble, broken_links, sections, unlinked, written
 from docsite.shown import Call, calls, trouble
 from docsite.text import anchors, blocks, outside_code, phrases, slug
 
 from potluck.cli.main import COMMANDS, run
+from potluck.gateway.admin.families import FAMILIES
 from potluck.gateway.page.stream import FORMAT as PAGE_FORMAT
 from potluck.gateway.page.stream import VERSION as PAGE_VERSION
 from potluck.sim.world.faults import FaultKind, parse_faults
@@ -234,12 +236,18 @@ def test_tests_named_in_the_terms_page_exist() -> None:
     }
 
 
+def test_alert_rules_name_exported_metrics() -> None:
+    rules = next(block.text for block in blocks(read("docs/alerts.md")) if "groups:" in block.text)
+    named = set(re.findall(r"\b(?:potluck_|vllm:)\w+", rules))
+    assert len(named) > 5
+    exported = {f"{name}{end}" for name in FAMILIES for end in ("", "_total", "_bucket")}
+    assert named - exported == set()
+    alerts = {rule["alert"] for group in yaml.safe_load(rules)["groups"] for rule in group["rules"]}
+    assert alerts == set(re.findall(r"^\| `(Potluck\w+)` \|", read("docs/alerts.md"), re.M))
+
+
 def test_messages_quoted_in_troubleshooting_exist() -> None:
-    rows = [
-        line
-        for line in read("docs/operating.md").split("## Troubleshooting")[1].splitlines()
-        if line[:2] == "| "
-    ]
+    rows = [line for line in read("docs/troubleshooting.md").splitlines() if line[:2] == "| "]
     quoted = {words for row in rows for words in re.findall(r"\*([^*]+)\*", row.split(" | ")[0])} - {"pace"}
     assert len(quoted) > 5
     files = [ROOT / "Makefile", *(ROOT / "src").rglob("*.py")]
