@@ -96,7 +96,7 @@ def test_no_chunk_matters(chunk: int, shared: PipelineExecutor, expected: list[l
 
 def test_chance_and_probabilities_are_the_same(shared: PipelineExecutor, alone: LocalExecutor) -> None:
     sampling = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2)
-    result, expected = generate(shared, way=sampling), generate(alone, way=sampling)
+    result, expected = generate(shared, sampling=sampling), generate(alone, sampling=sampling)
     assert shared.exact == alone.exact
     if alone.exact.holds:
         assert result == expected

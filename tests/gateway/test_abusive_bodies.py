@@ -201,7 +201,9 @@ def test_repeated_large_body_is_recognised_off_the_event_loop(
     tmp_path: Path, steps: dict[str, set[str]]
 ) -> None:
     scene = Scene(
-        saying("a"), cards=LARGE_CARDS, repeats=KeptAnswers(tmp_path, lambda after_s, call: after_s or call())
+        saying("a"),
+        cards=LARGE_CARDS,
+        kept_answers=KeptAnswers(tmp_path, lambda after_s, call: after_s or call()),
     )
     body = {"model": "large", "prompt": "a" * 100_000, "max_tokens": 1}
     first, again = (

@@ -126,7 +126,7 @@ def test_grammar_in_a_field_of_another_server_marks_its_request(body: dict[str, 
 @pytest.mark.parametrize("several", [{"n": 3}, {"prompt": ["x", "y", "z"]}])
 def test_choices_with_one_grammar_start_once_the_first_has_output(several: dict[str, Any], how: str) -> None:
     pool = InOrder()
-    scene = Scene(counting=pool)
+    scene = Scene(tokenizer_pool=pool)
     body = {"model": NAME, "prompt": "x", "max_tokens": 5, "response_format": form(GOOD), **several}
     reply = scene.ask("/v1/completions", body)
     (first,) = scene.driver.answers.values()
@@ -157,7 +157,7 @@ def test_choices_with_one_grammar_start_once_the_first_has_output(several: dict[
 def test_large_schema_is_checked_off_the_event_loop(good: bool) -> None:
     schema = {**(GOOD if good else BOMB), "description": "x" * INLINE_GRAMMAR_BYTES}
     pool = InOrder()
-    scene = Scene(counting=pool)
+    scene = Scene(tokenizer_pool=pool)
     result = scene.complete("x", response_format=form(schema))
     assert pool.apart == 1 + good  # the prompt is tokenised by the same threads
     assert (result.status, len(scene.driver.asked)) == (None if good else 400, int(good))

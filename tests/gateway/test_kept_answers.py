@@ -23,7 +23,7 @@ class Worker(Scene):
     def __init__(self, folder: Path, script: Any = None, **fields: Any) -> None:
         self.due: list[Callable[[], None]] = []
         self.repeats = KeptAnswers(folder, lambda delay_s, call: self.due.append(call))
-        super().__init__(script, repeats=self.repeats, **fields)
+        super().__init__(script, kept_answers=self.repeats, **fields)
 
     def pass_time(self) -> None:
         due, self.due = self.due, []

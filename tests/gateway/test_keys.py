@@ -30,7 +30,7 @@ class Keyed(Scene):
         self.line = {**json.loads(line), **fields}
         self.write(self.line)
         self.ring = KeyRing(self.path, 0.0, lambda: 1e9 + self.now_s)
-        super().__init__(script, keys=self.ring, settings=settings)
+        super().__init__(script, key_ring=self.ring, settings=settings)
 
     def write(self, *lines: dict[str, Any] | str) -> None:
         text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
@@ -529,7 +529,7 @@ def test_key_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
     assert resolved.try_key(None).status == 401, "this one can be reached by others: the keys read last stay"
     assert "lets clients in without a key" in resolved.ring.problem
     ring = KeyRing(resolved.path, 0.0, lambda: 1e9, may_open=True)
-    door = Scene(saying("a"), keys=ring)
+    door = Scene(saying("a"), key_ring=ring)
     assert door.complete("x").status == 200
     assert (door.driver.asked[0].salt, door.meter.told[0].key) == ("", "")
     assert door.ask("/v1/completions", origin="https://elsewhere.example").status == 403

@@ -345,7 +345,7 @@ def test_kept_answer_with_tool_calls_is_the_same_after_its_process_died(
     monkeypatch.setattr(KeptAnswer, "__init__", noted)
 
     def worker(script: Any = None) -> Scene:
-        return scene(script, repeats=KeptAnswers(tmp_path, lambda delay_s, call: None))
+        return scene(script, kept_answers=KeptAnswers(tmp_path, lambda delay_s, call: None))
 
     def ask(one: Scene) -> FakeExchange:
         return one.chat("Hi", {"idempotency_key": "once"}, tools=[WEATHER], stream=stream, temperature=0)

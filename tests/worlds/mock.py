@@ -78,7 +78,7 @@ class MockEngine(Engine):
             sender=SenderLimits(piece_bytes=PIECE_BYTES),
             links=LinkLimits(piece_bytes=PIECE_BYTES),
         )
-        make = functools.partial(mock_engine, name="m", kv=kv, text=card().text)
+        make = functools.partial(mock_engine, name="m", kv=kv, tokenizer=card().text)
         self.service = process.run(lambda: make(folder(), what, EngineSettings()))
         self._limits, self._halted = self.service.limits, False
         driver = self.service.driver
