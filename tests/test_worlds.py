@@ -1,4 +1,4 @@
-"""The live code under one seed (docs/worlds.md): fresh seeds hold, a seed is the same run twice, bugs are found."""
+"""The live code under one seed: fresh seeds hold, a seed is the same run twice, injected bugs are found."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def look_for(draw: Draw, names: list[str], first: int, most: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m worlds", description="Play worlds (docs/worlds.md).")
+    parser = argparse.ArgumentParser(prog="python -m worlds", description="Play worlds.")
     parser.add_argument("seed", type=int, nargs="?")
     parser.add_argument("--shorter", action="store_true", help="leave out what the failure does not need")
     parser.add_argument("--trace", action="store_true", help="with the traceback of what went wrong first")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import click
 
+from potluck.cli.common.render import MEANINGS
 from potluck.cli.main import COMMANDS, cli
 
 ROOMS = {
@@ -64,12 +65,8 @@ def _index() -> str:
 
 
 def _exit_codes() -> list[str]:
-    """The table at the top of `cli/main.py`, as it stands there."""
-    import potluck.cli.main as module
-
-    text = inspect.getdoc(module) or ""
-    table = [line for line in text.split("\n\n")[1].splitlines() if line.strip()]
-    return ["## Exit codes", "", "```text", *table, "```", ""]
+    rows = [f"| {code} | {meaning} |" for code, meaning in MEANINGS]
+    return ["## Exit codes", "", "| code | meaning |", "|---|---|", *rows, ""]
 
 
 def _told(command: click.Command, context: click.Context) -> str:
