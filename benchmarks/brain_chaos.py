@@ -28,8 +28,8 @@ def measure(events: int, seed: int) -> dict[str, float]:
         number = seed + int(figures["trials"])
         figures["trials"] += 1
         try:
-            chaos = driver.trial(number, int(min(TRIAL_EVENTS, events - figures["events"])))
-        except driver.Broken as error:
+            chaos = driver.run_chaos(number, int(min(TRIAL_EVENTS, events - figures["events"])))
+        except driver.InvariantBroken as error:
             say(f"brain_chaos: {error}")
             figures["broken"] += 1
             figures["events"] += TRIAL_EVENTS

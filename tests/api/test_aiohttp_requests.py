@@ -30,15 +30,15 @@ def request(line: str, host: str = "here") -> bytes:
     return f"{line} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
 
 
-async def shown(served: web.Request) -> web.Response:
+async def echo_handler(served: web.Request) -> web.Response:
     return web.Response(text=f"{served.host} {served.path} {served.query_string}")
 
 
-async def failing(served: web.Request) -> web.Response:
+async def failing_handler(served: web.Request) -> web.Response:
     raise RuntimeError("a bug")
 
 
-async def streaming(served: web.Request) -> web.StreamResponse:
+async def streaming_handler(served: web.Request) -> web.StreamResponse:
     response = web.StreamResponse()
     await response.prepare(served)
     await response.write(b"one")
@@ -82,9 +82,9 @@ def test_aiohttp_server_takes_absolute_targets_and_sends_no_server_header(
 ) -> None:
     async def scenario() -> None:
         app = web.Application(middlewares=[guard])
-        app.router.add_get("/failing", failing)
-        app.router.add_get("/streaming", streaming)
-        app.router.add_get("/{rest:.*}", shown)
+        app.router.add_get("/failing", failing_handler)
+        app.router.add_get("/streaming", streaming_handler)
+        app.router.add_get("/{rest:.*}", echo_handler)
         runner = web.AppRunner(app, access_log=None)
         await set_up(runner)
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -28,13 +28,13 @@ Schema = dict[str, Any]
 HUGE = 1_000_000_000
 
 
-def nested(depth: int, leaf: Schema, wrap: Callable[[Schema], Schema]) -> Schema:
+def nested_schema(depth: int, leaf: Schema, wrap: Callable[[Schema], Schema]) -> Schema:
     for _ in range(depth):
         leaf = wrap(leaf)
     return leaf
 
 
-def doubled(levels: int, twice: Callable[[Schema], Schema]) -> Schema:
+def exponential_schema(levels: int, twice: Callable[[Schema], Schema]) -> Schema:
     """Each definition names the one before twice."""
     names = {f"a{n}": twice({"$ref": f"#/$defs/a{n - 1}"}) for n in range(1, levels)}
     return {"$defs": {"a0": {"type": "string"}, **names}, "$ref": f"#/$defs/a{levels - 1}"}
@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[Schema, str]] = {
     "many counts": ({"anyOf": [{"minItems": 9_000} for _ in range(30)]}, "add up to more than 100000"),
     "many lengths": ({"anyOf": [{"maxLength": 90_000} for _ in range(30)]}, "add up to more than 2000000"),
     "items cubed": (
-        nested(3, {"type": "null"}, lambda inner: {"items": inner, "minItems": 1000}),
+        nested_schema(3, {"type": "null"}, lambda inner: {"items": inner, "minItems": 1000}),
         "stands for more than 10000000",
     ),
     "items through references": (
@@ -69,16 +69,19 @@ REFUSED: dict[str, tuple[Schema, str]] = {
         },
         "stands for more than 10000000",
     ),
-    "doubled allOf": (doubled(26, lambda one: {"allOf": [one, one]}), "stands for more than 10000000"),
+    "doubled allOf": (
+        exponential_schema(26, lambda one: {"allOf": [one, one]}),
+        "stands for more than 10000000",
+    ),
     "doubled properties": (
-        doubled(26, lambda one: {"properties": {"x": one, "y": one}}),
+        exponential_schema(26, lambda one: {"properties": {"x": one, "y": one}}),
         "f.$defs.a22: stands for more than 10000000",
     ),
     "nested properties": (
-        nested(3000, {}, lambda inner: {"properties": {"a": inner}}),
+        nested_schema(3000, {}, lambda inner: {"properties": {"a": inner}}),
         f"nested deeper than {JSON_SCHEMA_MAX_DEPTH}",
     ),
-    "deep data": ({"const": nested(3000, {}, lambda inner: {"a": inner})}, "nested deeper than"),
+    "deep data": ({"const": nested_schema(3000, {}, lambda inner: {"a": inner})}, "nested deeper than"),
     "pattern": ({"pattern": "^a{1000000}$"}, "f.pattern: has more than 10000 characters and classes"),
     "nested pattern": ({"items": {"pattern": "(a{1000}){1000}"}}, "f.items.pattern: has more than 10000"),
     "patternProperties": (
@@ -159,10 +162,12 @@ ACCEPTED: dict[str, Schema] = {
         "examples": [{"maxLength": HUGE, "$ref": "https://example.com"}],
     },
     "limits exactly": {"minItems": JSON_SCHEMA_MAX_COUNT, "maxLength": JSON_SCHEMA_MAX_LENGTH},
-    "orders with lines": nested(2, {"type": "integer"}, lambda inner: {"items": inner, "maxItems": 1000}),
+    "orders with lines": nested_schema(
+        2, {"type": "integer"}, lambda inner: {"items": inner, "maxItems": 1000}
+    ),
     "decimal places": {"multipleOf": 0.01},
     "round multipleOf": {"multipleOf": 1_000_000},
-    "repeated definition": doubled(12, lambda one: {"properties": {"x": one, "y": one}}),
+    "repeated definition": exponential_schema(12, lambda one: {"properties": {"x": one, "y": one}}),
     "flags and fragments": {"properties": {"a": {"$id": "#/properties/a"}}, "additionalProperties": False},
     "booleans": {"items": True, "not": False, "$defs": {"a": True}, "contains": {"$ref": "#/$defs/a"}},
     "odd counts, which engines refuse": {

@@ -27,7 +27,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
 WORDS = ["user says it is 12", "Assistant: no!?\n\nAb's é 345", "im_start end eot SEP ▁x 世界"] * 3
 
 
-def trained(
+def trained_tokenizer(
     tokenizer: Tokenizer, specials: list[str | AddedToken], alphabet: list[str] | None = None
 ) -> Tokenizer:
     trainer = BpeTrainer(
@@ -45,11 +45,11 @@ def tokenizer(kind: str) -> Tokenizer:
         return Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))
     if kind == "gpt2":
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trained(made, list(SPECIALS))
+        trained_tokenizer(made, list(SPECIALS))
         made.add_tokens(["Ab"])
     elif kind == "template":
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-        trained(
+        trained_tokenizer(
             made,
             ["<|im_end|>", AddedToken("</s>", rstrip=True, special=True), AddedToken("[SEP]", lstrip=True)],
         )
@@ -63,20 +63,20 @@ def tokenizer(kind: str) -> Tokenizer:
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-        trained(made, ["<|im_start|>", "<|im_end|>"])
+        trained_tokenizer(made, ["<|im_start|>", "<|im_end|>"])
     else:
         made = Tokenizer(models.BPE(unk_token="z", fuse_unk=True))
         made.normalizer = normalizers.NFKC()
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         made.decoder = decoders.Metaspace()
-        trained(made, ["</s>", "[SEP]"], list("abcdefz▁"))
+        trained_tokenizer(made, ["</s>", "[SEP]"], list("abcdefz▁"))
     return made
 
 
 KINDS = ["shipped", "gpt2", "template", "llama3", "qwen2", "metaspace"]
 
 
-def remembering(kind: str, most_bytes: int = 1 << 20) -> IncrementalTokenizer:
+def incremental_tokenizer(kind: str, most_bytes: int = 1 << 20) -> IncrementalTokenizer:
     made = stretches_of(tokenizer(kind), most_bytes)
     assert made is not None
     return made
@@ -90,7 +90,7 @@ def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_cached_stretches_equal_those_of_the_whole_text(kind: str, short: int) -> None:
-    made, plain = remembering(kind), tokenizer(kind)
+    made, plain = incremental_tokenizer(kind), tokenizer(kind)
 
     @given(TEXTS, TEXTS)
     @settings(max_examples=60, deadline=None)
@@ -111,7 +111,7 @@ def test_tokens_of_cached_stretches_equal_those_of_the_whole_text(kind: str, sho
 def test_boundaries_searched_in_windows_equal_those_of_the_whole_text(
     kind: str, text: str, window_chars: int, apart_chars: int
 ) -> None:
-    token_boundaries = remembering(kind)._seams
+    token_boundaries = incremental_tokenizer(kind)._seams
     whole = list(token_boundaries.cuts(text, apart_chars))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizing, "SEARCH_CHARS", window_chars)
@@ -119,7 +119,7 @@ def test_boundaries_searched_in_windows_equal_those_of_the_whole_text(
 
 
 def test_boundaries_of_a_long_text_are_searched_in_short_calls() -> None:
-    token_boundaries, sizes = remembering("llama3")._seams, []
+    token_boundaries, sizes = incremental_tokenizer("llama3")._seams, []
     pattern = token_boundaries._pattern
 
     class SpiedPattern:
@@ -134,10 +134,10 @@ def test_boundaries_of_a_long_text_are_searched_in_short_calls() -> None:
 
 
 def test_text_is_cut_only_behind_tokens_that_are_matched_anywhere() -> None:
-    cuts = remembering("gpt2")._seams.cuts
+    cuts = incremental_tokenizer("gpt2")._seams.cuts
     text = "a<|eot|>b<|im_start|>c<|im_end|>d"
     assert list(cuts(text, 0)) == []  # each of these is part of another, or overlaps with one
-    cuts = remembering("llama3")._seams.cuts
+    cuts = incremental_tokenizer("llama3")._seams.cuts
     assert list(cuts(text, 0)) == [(21, 12), (32, 10)]
     assert list(cuts("ab.\nCd\n\nEf\n gh\n", 0)) == [(4, 0)]
     assert list(cuts("x" * 9 + "<|im_end|>" * 3, 20)) == []  # the last one ends the text
@@ -164,7 +164,7 @@ def test_growing_conversation_is_tokenised_once() -> None:
 
 
 def test_tokenizer_cache_is_bounded_in_bytes() -> None:
-    made = remembering("shipped", 20_000)
+    made = incremental_tokenizer("shipped", 20_000)
     for turn in range(300):
         text = "".join(f"line {turn} {place} {'word ' * 60}.\nThe end" for place in range(4))
         assert made.encode(text, True) == tokenizer("shipped").encode(text).ids
@@ -173,7 +173,7 @@ def test_tokenizer_cache_is_bounded_in_bytes() -> None:
 
 
 def test_tokenizer_cache_is_thread_safe(short: int) -> None:
-    made, plain = remembering("shipped", 5_000), tokenizer("shipped")
+    made, plain = incremental_tokenizer("shipped", 5_000), tokenizer("shipped")
     texts = [f"Some text.\nAnother {place % 7} line!\nMore of it {place % 3}" * 5 for place in range(200)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda text: made.encode(text, True), texts)) == [
@@ -182,7 +182,7 @@ def test_tokenizer_cache_is_thread_safe(short: int) -> None:
     assert made.held_bytes == sum(tokenizing._bytes(key[1], result) for key, result in made._known.items())
 
 
-def changed(kind: str) -> Tokenizer:
+def changed_tokenizer(kind: str) -> Tokenizer:
     made = Tokenizer.from_str(tokenizer("llama3").to_str())
     if kind == "truncates":
         made.enable_truncation(100)
@@ -206,5 +206,5 @@ def changed(kind: str) -> Tokenizer:
 )
 def test_tokenizer_without_provable_boundaries_is_not_cut(kind: str) -> None:
     assert seams_of(tokenizer("llama3")) is not None
-    assert seams_of(changed(kind)) is None
-    assert ModelTokenizer(changed(kind), remember_bytes=1 << 20).stretches is None
+    assert seams_of(changed_tokenizer(kind)) is None
+    assert ModelTokenizer(changed_tokenizer(kind), remember_bytes=1 << 20).stretches is None

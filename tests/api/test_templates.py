@@ -64,7 +64,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def write(folder: Path, template: object = None, **settings: Any) -> Path:
+def write_template(folder: Path, template: object = None, **settings: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3, "a": 4}
     Tokenizer(WordLevel(vocabulary, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
@@ -73,7 +73,7 @@ def write(folder: Path, template: object = None, **settings: Any) -> Path:
     return folder
 
 
-def theirs(folder: Path, messages: list[dict[str, Any]], **values: Any) -> str | None:
+def transformers_rendering(folder: Path, messages: list[dict[str, Any]], **values: Any) -> str | None:
     """What transformers renders; None where the template refuses."""
     from jinja2 import TemplateError
     from transformers import PreTrainedTokenizerFast
@@ -87,7 +87,7 @@ def theirs(folder: Path, messages: list[dict[str, Any]], **values: Any) -> str |
     return text
 
 
-def ours(folder: Path, messages: list[dict[str, Any]], **values: Any) -> str | None:
+def own_rendering(folder: Path, messages: list[dict[str, Any]], **values: Any) -> str | None:
     templates = read_templates(folder, json.loads((folder / "tokenizer_config.json").read_text()))
     assert templates is not None
     known = {key: values.pop(key) for key in ("tools", "documents", "add_generation_prompt") if key in values}
@@ -99,25 +99,31 @@ def ours(folder: Path, messages: list[dict[str, Any]], **values: Any) -> str | N
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_rendered_prompts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, TEMPLATES[name])
+    folder = write_template(tmp_path, TEMPLATES[name])
     shown = 0
     for label, (messages, values) in CONVERSATIONS.items():
-        before = ours(folder, messages, **values)
-        expected = theirs(folder, messages, **values)
-        assert expected in (before, ours(folder, messages, **values)), label  # at midnight dates change
+        before = own_rendering(folder, messages, **values)
+        expected = transformers_rendering(folder, messages, **values)
+        assert expected in (before, own_rendering(folder, messages, **values)), (
+            label
+        )  # at midnight dates change
         shown += expected is not None
     assert shown >= 2
 
 
 def test_chat_template_files_take_precedence_over_the_settings(tmp_path: Path) -> None:
-    folder = write(tmp_path, "from the settings")
-    assert ours(folder, [HELLO]) == theirs(folder, [HELLO]) == "from the settings"
+    folder = write_template(tmp_path, "from the settings")
+    assert own_rendering(folder, [HELLO]) == transformers_rendering(folder, [HELLO]) == "from the settings"
     (folder / "chat_template.jinja").write_text("from the file{{ tools is none }}")
-    assert ours(folder, [HELLO]) == theirs(folder, [HELLO]) == "from the fileTrue"
+    assert own_rendering(folder, [HELLO]) == transformers_rendering(folder, [HELLO]) == "from the fileTrue"
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with {{ tools | length }} tools")
-    assert ours(folder, [HELLO]) == theirs(folder, [HELLO]) == "from the fileTrue"
-    assert ours(folder, [HELLO], tools=[TOOL]) == theirs(folder, [HELLO], tools=[TOOL]) == "with 1 tools"
+    assert own_rendering(folder, [HELLO]) == transformers_rendering(folder, [HELLO]) == "from the fileTrue"
+    assert (
+        own_rendering(folder, [HELLO], tools=[TOOL])
+        == transformers_rendering(folder, [HELLO], tools=[TOOL])
+        == "with 1 tools"
+    )
     tokenizer = ModelTokenizer.read(folder)
     assert tokenizer is not None
     assert tokenizer.chat([HELLO]) == "from the fileTrue"
@@ -126,10 +132,10 @@ def test_chat_template_files_take_precedence_over_the_settings(tmp_path: Path) -
 
 def test_named_chat_templates_are_not_replaced_by_a_plain_one(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "D{{ bos_token }}"}, {"name": "tool_use", "template": "T"}]
-    tokenizer = ModelTokenizer.read(write(tmp_path / "a", named))
+    tokenizer = ModelTokenizer.read(write_template(tmp_path / "a", named))
     assert tokenizer is not None
     assert tokenizer.chat([HELLO]) == "D<s>"
-    only = read_templates(write(tmp_path / "b"), {"chat_template": named[1:]})
+    only = read_templates(write_template(tmp_path / "b"), {"chat_template": named[1:]})
     assert only is not None
     with pytest.raises(InputError, match="^messages: .*no default chat template, only tool_use"):
         only.render([HELLO])
@@ -138,7 +144,7 @@ def test_named_chat_templates_are_not_replaced_by_a_plain_one(tmp_path: Path) ->
 @pytest.mark.parametrize("bad", [3, [], {}, [{"name": "default"}], ["text"], [{"name": 1, "template": "x"}]])
 def test_invalid_chat_template_setting_is_refused_in_one_line(bad: object, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="chat_template"):
-        ModelTokenizer.read(write(tmp_path, bad))
+        ModelTokenizer.read(write_template(tmp_path, bad))
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(FormatError, match=r"chat_template\.jinja"):
         ModelTokenizer.read(tmp_path)

@@ -22,50 +22,50 @@ from potluck.api.tool_calls import (
 Parsed = tuple[str, list[tuple[int, str, str]]]
 
 
-def parsed(pieces: list[str], form: CallFormat = "tagged", parallel: bool = True) -> Parsed:
+def parse_pieces(pieces: list[str], form: CallFormat = "tagged", parallel: bool = True) -> Parsed:
     parser = ToolCallParser(form, parallel=parallel)
     content = "".join(map(parser.feed, pieces)) + parser.end()
     return content, [(call.index, call.name, call.arguments) for call in parser.calls]
 
 
-def written(name: object, arguments: object) -> str:
+def call_text(name: object, arguments: object) -> str:
     return f"{OPENING_TAG}\n{json.dumps({'name': name, 'arguments': arguments})}\n{CLOSING_TAG}"
 
 
 CALLS: dict[str, tuple[str, Parsed]] = {
-    "one call": (written("f", {"a": 1}), ("", [(0, "f", '{"a": 1}')])),
-    "text before": ("Well.\n" + written("f", {}), ("Well.\n", [(0, "f", "{}")])),
-    "text around": (f"a {written('f', {})} b", ("a  b", [(0, "f", "{}")])),
-    "white space around": (f"\n {written('f', {})}\n", ("", [(0, "f", "{}")])),
-    "two calls": (f"{written('f', {})}\n{written('g', {})}", ("", [(0, "f", "{}"), (1, "g", "{}")])),
-    "two calls and text": (f"{written('f', {})}\nand\n{written('g', {})}", (
+    "one call": (call_text("f", {"a": 1}), ("", [(0, "f", '{"a": 1}')])),
+    "text before": ("Well.\n" + call_text("f", {}), ("Well.\n", [(0, "f", "{}")])),
+    "text around": (f"a {call_text('f', {})} b", ("a  b", [(0, "f", "{}")])),
+    "white space around": (f"\n {call_text('f', {})}\n", ("", [(0, "f", "{}")])),
+    "two calls": (f"{call_text('f', {})}\n{call_text('g', {})}", ("", [(0, "f", "{}"), (1, "g", "{}")])),
+    "two calls and text": (f"{call_text('f', {})}\nand\n{call_text('g', {})}", (
         "\nand\n", [(0, "f", "{}"), (1, "g", "{}")])),
     "no white space": ('<tool_call>{"name":"f","arguments":{}}</tool_call>', ("", [(0, "f", "{}")])),
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', ("", [(0, "f", "{}")])),
-    "null arguments": (written("f", None), ("", [(0, "f", "{}")])),
+    "null arguments": (call_text("f", None), ("", [(0, "f", "{}")])),
     "another order": (
         '<tool_call>{"arguments": {"a": [1]}, "name": "f"}</tool_call>', ("", [(0, "f", '{"a": [1]}')])),
-    "tags in a string": (written("f", {"a": "</tool_call><tool_call>}{"}), (
+    "tags in a string": (call_text("f", {"a": "</tool_call><tool_call>}{"}), (
         "", [(0, "f", '{"a": "</tool_call><tool_call>}{"}')])),
-    "a quote in a string": (written("f", {"a": 'x"}\\'}), ("", [(0, "f", '{"a": "x\\"}\\\\"}')])),
+    "a quote in a string": (call_text("f", {"a": 'x"}\\'}), ("", [(0, "f", '{"a": "x\\"}\\\\"}')])),
     "a line end in a string": ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', (
         "", [(0, "f", '{"a": "x\\ny"}')])),
     "letters of other scripts": ('<tool_call>{"name": "f", "arguments": {"a": "\\u014csaka"}}</tool_call>', (
         "", [(0, "f", '{"a": "Ōsaka"}')])),
     "a call within a broken one": (
-        f"<tool_call>{written('f', {})}", ("<tool_call>", [(0, "f", "{}")])),
+        f"<tool_call>{call_text('f', {})}", ("<tool_call>", [(0, "f", "{}")])),
     "a closing tag is missing": (
-        f'<tool_call>{{"name": "f"}}{written("g", {})}', ('<tool_call>{"name": "f"}', [(0, "g", "{}")])),
+        f'<tool_call>{{"name": "f"}}{call_text("g", {})}', ('<tool_call>{"name": "f"}', [(0, "g", "{}")])),
     "a brace is missing": (
-        f'<tool_call>{{"name": "f", "arguments": {{}}</tool_call>{written("g", {})}',
+        f'<tool_call>{{"name": "f", "arguments": {{}}</tool_call>{call_text("g", {})}',
         ('<tool_call>{"name": "f", "arguments": {}</tool_call>', [(0, "g", "{}")])),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "expected"), CALLS.values(), ids=CALLS.keys())
 def test_tool_calls_are_parsed_whole_and_character_by_character(text: str, expected: Parsed) -> None:
-    assert parsed([text]) == expected
-    assert parsed(list(text)) == expected
+    assert parse_pieces([text]) == expected
+    assert parse_pieces(list(text)) == expected
 
 
 PLAIN = [
@@ -80,14 +80,14 @@ PLAIN = [
     f"{OPENING_TAG}[]{CLOSING_TAG}",
     f'{OPENING_TAG}"f"{CLOSING_TAG}',
     f"{OPENING_TAG}f(x){CLOSING_TAG}",
-    written("", {}),
-    written(5, {}),
-    written("f", [1]),
-    written("f", "text"),
-    written("f", {})[:-1],
-    written("f", {})[: -len(CLOSING_TAG)],
-    written("f", {})[:20],
-    f" \n{written('f', {})[:20]}",
+    call_text("", {}),
+    call_text(5, {}),
+    call_text("f", [1]),
+    call_text("f", "text"),
+    call_text("f", {})[:-1],
+    call_text("f", {})[: -len(CLOSING_TAG)],
+    call_text("f", {})[:20],
+    f" \n{call_text('f', {})[:20]}",
     f'{OPENING_TAG}{{"name": "f", "arguments": {{"a": 1e999}}}}{CLOSING_TAG}',
     f'{OPENING_TAG}{{"name": "f", "arguments": {{"a": NaN}}}}{CLOSING_TAG}',
     f'{OPENING_TAG}{{"name": "f", "arguments": {{"a": "\\ud800"}}}}{CLOSING_TAG}',
@@ -101,14 +101,14 @@ PLAIN = [
 
 @pytest.mark.parametrize("text", PLAIN)
 def test_invalid_and_unfinished_tool_calls_are_plain_text(text: str) -> None:
-    assert parsed([text]) == (text, [])
-    assert parsed(list(text)) == (text, [])
+    assert parse_pieces([text]) == (text, [])
+    assert parse_pieces(list(text)) == (text, [])
 
 
 PIECES = st.sampled_from([
     "<", "tool", "<tool_call>", "</tool_call>", "</", ">", "{", "}", "[", "]", '"', "\\", ":", ",", " ", "\n",
-    "é", "1", "-", "true", "x", '"name"', '"name": "f"', '"arguments": {}', written("f", {"a": [1, {"b": "}"}]}),
-    written("g", {}), '<tool_call>{"name": "f"', '"arguments": {"a": ',
+    "é", "1", "-", "true", "x", '"name"', '"name": "f"', '"arguments": {}', call_text("f", {"a": [1, {"b": "}"}]}),
+    call_text("g", {}), '<tool_call>{"name": "f"', '"arguments": {"a": ',
 ])  # fmt: skip
 
 
@@ -120,9 +120,9 @@ def test_tool_call_parsing_does_not_depend_on_chunking(
     cuts = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     forms: tuple[CallFormat, ...] = ("tagged", "bare")
     for form in forms:
-        whole = parsed([text], form, parallel)
-        assert parsed([text[a:b] for a, b in pairwise(cuts)], form, parallel) == whole
-        assert parsed(list(text), form, parallel) == whole
+        whole = parse_pieces([text], form, parallel)
+        assert parse_pieces([text[a:b] for a, b in pairwise(cuts)], form, parallel) == whole
+        assert parse_pieces(list(text), form, parallel) == whole
 
 
 @given(
@@ -139,8 +139,8 @@ def test_tool_call_parsing_does_not_depend_on_chunking(
 def test_written_tool_calls_are_parsed_back_with_surrounding_text(
     rows: list[tuple[str, str, dict[str, Any]]],
 ) -> None:
-    text = "".join(before + written(name, arguments) for before, name, arguments in rows)
-    content, calls = parsed([text])
+    text = "".join(before + call_text(name, arguments) for before, name, arguments in rows)
+    content, calls = parse_pieces([text])
     assert content == "".join(before for before, _, _ in rows if before.strip())
     assert [(index, name, json.loads(arguments)) for index, name, arguments in calls] == [
         (index, name, arguments) for index, (_, name, arguments) in enumerate(rows)
@@ -156,16 +156,16 @@ def test_text_is_passed_on_at_once_and_a_possible_tag_is_held_back() -> None:
 
 
 def test_only_the_first_tool_call_counts_without_parallel_calls() -> None:
-    text = f"{written('f', {})}{written('g', {})}"
-    assert parsed([text], parallel=False) == ("", [(0, "f", "{}")])
+    text = f"{call_text('f', {})}{call_text('g', {})}"
+    assert parse_pieces([text], parallel=False) == ("", [(0, "f", "{}")])
 
 
 def test_bare_form_parses_one_tool_call_without_tags() -> None:
     text = '{"name": "f", "arguments": {"a": 1}}'
-    assert parsed(list(text), "bare") == ("", [(0, "f", '{"a": 1}')])
-    assert parsed([text + "\n"], "bare") == ("", [(0, "f", '{"a": 1}')])
+    assert parse_pieces(list(text), "bare") == ("", [(0, "f", '{"a": 1}')])
+    assert parse_pieces([text + "\n"], "bare") == ("", [(0, "f", '{"a": 1}')])
     for plain in (text[:-1], "[1]", "{}", ""):
-        assert parsed(list(plain), "bare") == (plain, [])
+        assert parse_pieces(list(plain), "bare") == (plain, [])
 
 
 @given(

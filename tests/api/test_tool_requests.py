@@ -45,11 +45,11 @@ def tokenizer(template: str | None) -> ModelTokenizer:
     return ModelTokenizer(Tokenizer(WordLevel({"a": 0}, unk_token="a")), template)
 
 
-def named(name: str) -> dict[str, object]:
+def named_choice(name: str) -> dict[str, object]:
     return {"type": "function", "function": {"name": name}}
 
 
-def tool(**function: object) -> dict[str, object]:
+def function_tool(**function: object) -> dict[str, object]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
@@ -57,23 +57,23 @@ REFUSED: list[tuple[str, dict[str, object]]] = [
     ("tools", {"tools": {}}),
     ("tools", {"tools": "[]"}),
     ("tools", {"tools": [WEATHER, WEATHER]}),
-    ("tools", {"tools": [tool(name=f"f{place}") for place in range(TOOLS_MAX_COUNT + 1)]}),
-    ("tools", {"tools": [tool(description="x" * TOOLS_MAX_CHARS)]}),
+    ("tools", {"tools": [function_tool(name=f"f{place}") for place in range(TOOLS_MAX_COUNT + 1)]}),
+    ("tools", {"tools": [function_tool(description="x" * TOOLS_MAX_CHARS)]}),
     ("tools[0]", {"tools": [1]}),
     ("tools[0]", {"tools": [{"type": "web_search"}]}),
     ("tools[0]", {"tools": [{**WEATHER, "more": 1}]}),
     ("tools[1].function", {"tools": [CLOCK, {"type": "function"}]}),
-    ("tools[0].function", {"tools": [tool(more=1)]}),
-    ("tools[0].function.name", {"tools": [tool(name="a b")]}),
-    ("tools[0].function.name", {"tools": [tool(name="x" * 65)]}),
-    ("tools[0].function.name", {"tools": [tool(name=None)]}),
-    ("tools[0].function.description", {"tools": [tool(description=1)]}),
-    ("tools[0].function.parameters", {"tools": [tool(parameters=[])]}),
-    ("tools[0].function.strict", {"tools": [tool(strict="yes")]}),
+    ("tools[0].function", {"tools": [function_tool(more=1)]}),
+    ("tools[0].function.name", {"tools": [function_tool(name="a b")]}),
+    ("tools[0].function.name", {"tools": [function_tool(name="x" * 65)]}),
+    ("tools[0].function.name", {"tools": [function_tool(name=None)]}),
+    ("tools[0].function.description", {"tools": [function_tool(description=1)]}),
+    ("tools[0].function.parameters", {"tools": [function_tool(parameters=[])]}),
+    ("tools[0].function.strict", {"tools": [function_tool(strict="yes")]}),
     ("tool_choice", {"tool_choice": "required"}),
-    ("tool_choice", {"tool_choice": named("weather"), "tools": []}),
+    ("tool_choice", {"tool_choice": named_choice("weather"), "tools": []}),
     ("tool_choice", {"tool_choice": "maybe", "tools": [CLOCK]}),
-    ("tool_choice", {"tool_choice": named("weather"), "tools": [CLOCK]}),
+    ("tool_choice", {"tool_choice": named_choice("weather"), "tools": [CLOCK]}),
     ("tool_choice", {"tool_choice": {"type": "allowed_tools"}, "tools": [CLOCK]}),
     ("tool_choice", {"tool_choice": {"function": {"name": "clock"}}, "tools": [CLOCK]}),
     ("tool_choice", {"tool_choice": ["auto"], "tools": [CLOCK]}),
@@ -172,9 +172,9 @@ REFERRING = {
 
 
 def test_forced_call_schema_allows_only_calls_of_allowed_tools() -> None:
-    tools = [CLOCK, tool(parameters=REFERRING)]
+    tools = [CLOCK, function_tool(parameters=REFERRING)]
     every: dict[str, Any] = json.loads(chat(tools=tools, tool_choice="required")[0].response_format)
-    only: dict[str, Any] = json.loads(chat(tools=tools, tool_choice=named("f"))[0].response_format)
+    only: dict[str, Any] = json.loads(chat(tools=tools, tool_choice=named_choice("f"))[0].response_format)
     call = {"name": "f", "arguments": {"place": "Bonn", "next": {"place": "Bonn"}}}
     for schema in (every, only):
         jsonschema.validate(call, schema)
@@ -212,37 +212,39 @@ LARGE_PARAMETERS: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("keyword", "schema"), LARGE_PARAMETERS)
-@pytest.mark.parametrize("choice", ["required", named("clock")])
+@pytest.mark.parametrize("choice", ["required", named_choice("clock")])
 def test_parameters_of_a_forced_call_are_within_schema_limits(
     keyword: str, schema: dict[str, object], choice: object
 ) -> None:
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    tools = [WEATHER, tool(name="clock", parameters=parameters)]
+    tools = [WEATHER, function_tool(name="clock", parameters=parameters)]
     place = f"tools[1].function.parameters.properties.a.{keyword}"
     with pytest.raises(InputError) as error:
         chat(tools=tools, tool_choice=choice)
     assert error.value.field == place
     assert chat(tools=tools)[0].shown.tool_calls == "tagged", "it is text in the prompt"
-    assert chat(tools=tools, tool_choice=named("weather"))[0].response_format
+    assert chat(tools=tools, tool_choice=named_choice("weather"))[0].response_format
 
 
 def test_combined_parameters_of_a_forced_call_are_within_schema_limits() -> None:
     tools = [
-        tool(name=f"f{n}", parameters={"type": "object", "properties": {"a": {"enum": ["x" * 60_000]}}})
+        function_tool(
+            name=f"f{n}", parameters={"type": "object", "properties": {"a": {"enum": ["x" * 60_000]}}}
+        )
         for n in range(2)
     ]
-    assert chat(tools=tools, tool_choice=named("f0"))[0].response_format
+    assert chat(tools=tools, tool_choice=named_choice("f0"))[0].response_format
     with pytest.raises(InputError) as error:
         chat(tools=tools, tool_choice="required")
     assert error.value.field == "tool_choice"
     with pytest.raises(InputError, match="refers to itself"):
-        chat(tools=[tool(name="f", parameters={"$ref": "#"})], tool_choice="required")
+        chat(tools=[function_tool(name="f", parameters={"$ref": "#"})], tool_choice="required")
 
 
 def test_forced_call_accepts_parameters_with_an_id() -> None:
     part = {"$id": "https://tools/weather", "$defs": {"a": {"enum": ["x"]}}, "type": "object"}
     parameters = {**part, "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
-    asked, _ = chat(tools=[tool(name="f", parameters=parameters)], tool_choice="required")
+    asked, _ = chat(tools=[function_tool(name="f", parameters=parameters)], tool_choice="required")
     schema = json.loads(asked.response_format)
     jsonschema.validate({"name": "f", "arguments": {"a": "x"}}, schema)
     with pytest.raises(jsonschema.ValidationError):
@@ -355,5 +357,5 @@ def test_tools_that_are_too_long_are_refused_before_they_are_written_as_json(
     written: list[object] = []
     monkeypatch.setattr(tool_requests, "_compact", lambda value: written.append(value) or "")
     with pytest.raises(InputError, match="tools: has more than"):
-        chat(tools=[tool(parameters=parameters)])
+        chat(tools=[function_tool(parameters=parameters)])
     assert written == []

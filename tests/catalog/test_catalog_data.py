@@ -151,7 +151,7 @@ def rows(paper: str) -> dict[str, SimpleNamespace]:
 CAUCHY, THUNDERSERVE = rows("cauchy"), rows("thunderserve")
 
 
-def printed(per_usd: float) -> str:
+def printed_as_in_table_1(per_usd: float) -> str:
     """As CAUCHY's Table 1 prints: thousands below a million, else millions with two decimals."""
     return f"{per_usd / 1e3:.0f}K" if per_usd < 999_500 else f"{per_usd / 1e6:.2f}M"
 
@@ -159,8 +159,8 @@ def printed(per_usd: float) -> str:
 @pytest.mark.parametrize("name", CAUCHY)
 def test_cauchy_table_1_ratios_follow_from_its_own_figures(name: str) -> None:
     row = CAUCHY[name]
-    assert printed(row.fp16_tflops * 3600 / row.price_usd_per_h) == row.tflop_per_usd
-    assert printed(row.bandwidth_gb_per_s * 3600 / row.price_usd_per_h) == row.gb_per_usd
+    assert printed_as_in_table_1(row.fp16_tflops * 3600 / row.price_usd_per_h) == row.tflop_per_usd
+    assert printed_as_in_table_1(row.bandwidth_gb_per_s * 3600 / row.price_usd_per_h) == row.gb_per_usd
 
 
 @pytest.mark.parametrize("name", CAUCHY)
@@ -169,8 +169,8 @@ def test_cauchy_table_1_agrees_with_the_catalog(name: str) -> None:
     row, gpu = CAUCHY[name], gpus.gpu(name)
     assert gpu.name == row.gpu
     tflop_per_usd = gpu.fp16_tflops * 3600 / row.price_usd_per_h
-    assert printed(tflop_per_usd) == ("862K" if name == "RTX4090" else row.tflop_per_usd)
-    assert printed(gpu.bandwidth_gb_per_s * 3600 / row.price_usd_per_h) == row.gb_per_usd
+    assert printed_as_in_table_1(tflop_per_usd) == ("862K" if name == "RTX4090" else row.tflop_per_usd)
+    assert printed_as_in_table_1(gpu.bandwidth_gb_per_s * 3600 / row.price_usd_per_h) == row.gb_per_usd
     assert gpu.memory_gb == row.memory_gb
 
 

@@ -26,7 +26,7 @@ def _built(config: Any, device: str, dtype: Any = torch.bfloat16) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _after(model: Model, tokens: int, new_cache: Callable[[Any], Any]) -> Any:
+def _cache_after_forward(model: Model, tokens: int, new_cache: Callable[[Any], Any]) -> Any:
     """A cache after a forward pass: in bfloat16 for one token; for more in float32, whose entries take twice as much,
     since processors without arithmetic in bfloat16 take seconds for those."""
     built = _built(reference_config(model), "cpu", torch.bfloat16 if tokens == 1 else torch.float32)
@@ -36,7 +36,7 @@ def _after(model: Model, tokens: int, new_cache: Callable[[Any], Any]) -> Any:
     return cache
 
 
-def _growing(config: Any) -> Any:
+def _dynamic_cache(config: Any) -> Any:
     return transformers.DynamicCache(config=config)
 
 
@@ -101,7 +101,7 @@ def test_published_config_key_variants_are_read(tmp_path: Path) -> None:
     assert huggingface.read_model(tmp_path, name=kimi.name) == kimi
 
 
-def _narrow(model: Model, layers: int) -> Model:
+def _reduced_model(model: Model, layers: int) -> Model:
     """The same kinds of layers with the same KV heads, state and window; thin everywhere else."""
     stack = []
     for layer in model.layers[:layers]:
@@ -137,8 +137,10 @@ def _held_bytes(cache: Any, tokens: int) -> int:
 # Said by torch on processors without arithmetic in bfloat16; the cache is as large there.
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed, switching to BLAS gemm:UserWarning")
 def test_kv_bytes_equal_a_cache_after_a_forward_pass(name: str, layers: int, tokens: int) -> None:
-    model = _narrow(models.model(name), layers)
-    assert _held_bytes(_after(model, tokens, _growing), tokens) == memory.kv_bytes(model, tokens)
+    model = _reduced_model(models.model(name), layers)
+    assert _held_bytes(_cache_after_forward(model, tokens, _dynamic_cache), tokens) == memory.kv_bytes(
+        model, tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,8 +155,8 @@ def test_kv_bytes_equal_a_cache_after_a_forward_pass(name: str, layers: int, tok
 )
 def test_window_layers_hold_no_more_than_the_window(name: str, tokens: int) -> None:
     """A cache of fixed size allocates min(tokens, window) slots, which is what we count."""
-    model = _narrow(models.model(name), 4)
-    cache = _after(
+    model = _reduced_model(models.model(name), 4)
+    cache = _cache_after_forward(
         model, tokens, lambda config: transformers.StaticCache(config=config, max_cache_len=tokens)
     )
     assert _held_bytes(cache, tokens) == memory.kv_bytes(model, tokens)
@@ -162,8 +164,8 @@ def test_window_layers_hold_no_more_than_the_window(name: str, tokens: int) -> N
 
 def test_growing_cache_drops_one_more_window_token() -> None:
     """Between steps the growing cache keeps window - 1 tokens: the next token completes the window."""
-    model = _narrow(models.model("GPT-OSS-20B"), 4)
-    cache = _after(model, 200, _growing)
+    model = _reduced_model(models.model("GPT-OSS-20B"), 4)
+    cache = _cache_after_forward(model, 200, _dynamic_cache)
     one_token = memory.window_bytes_per_token(model)[128]
     assert _held_bytes(cache, 200) == memory.kv_bytes(model, 200) - one_token
 
@@ -171,8 +173,8 @@ def test_growing_cache_drops_one_more_window_token() -> None:
 @pytest.mark.parametrize("name", ["Qwen3.5-397B-A17B", "Kimi-Linear-48B-A3B"])
 def test_linear_state_size_equals_the_transformers_cache(name: str) -> None:
     """The recurrent state is held in 32 bits; transformers keeps one more conv input than is needed."""
-    model = _narrow(models.model(name), 4)
-    cache = _after(model, 9, _growing)
+    model = _reduced_model(models.model(name), 4)
+    cache = _cache_after_forward(model, 9, _dynamic_cache)
     seen = 0
     for held, layer in zip(cache.layers, model.layers, strict=True):
         attention = layer.attention

@@ -28,7 +28,7 @@ def chat_spec(slo: str, traffic: str, *nodes: str) -> str:
     return f"models:\n{model}fleet:\n  regions:\n  - name: home\n    nodes:\n{offers}"
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object, rc: int = 0) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, rc: int = 0) -> str:
     """What a command prints; with an exit code its one line on stderr."""
     assert run([str(argument) for argument in arguments]) == rc, capsys.readouterr().err
     result = capsys.readouterr()
@@ -49,7 +49,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(handler: type[QuietHandler]) -> Iterator[str]:
+def serving_handler(handler: type[QuietHandler]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -60,7 +60,9 @@ def served(handler: type[QuietHandler]) -> Iterator[str]:
 
 
 @contextmanager
-def service_up(folder: Path, copies: int) -> Iterator[tuple[Path, dict[str, Any], subprocess.Popen[str]]]:
+def running_service(
+    folder: Path, copies: int
+) -> Iterator[tuple[Path, dict[str, Any], subprocess.Popen[str]]]:
     """The state folder of `potluck up`, what it says when it is ready, and its process."""
     plan, spec = write_plans(folder, [("homogeneous", ("mixed",), "near")] * copies)
     state = folder / "state"

@@ -218,7 +218,7 @@ COMMANDS = [
 ]
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def assert_refused(arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     before = sorted(folder.iterdir())
     code = run(arguments)
     text = capsys.readouterr()
@@ -247,7 +247,7 @@ def test_invalid_spec_is_refused_in_one_line(
     assert text != SPEC
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
-    refused(["plan", "spec.yaml"], capsys, tmp_path)
+    assert_refused(["plan", "spec.yaml"], capsys, tmp_path)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
@@ -256,4 +256,4 @@ def test_invalid_command_options_are_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.yaml").write_text(SPEC, encoding="utf-8")
-    refused([item.replace("SPEC", "spec.yaml") for item in command], capsys, tmp_path)
+    assert_refused([item.replace("SPEC", "spec.yaml") for item in command], capsys, tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_services import QuietHandler, said, served
+from cli_services import QuietHandler, output_of, serving_handler
 
 from potluck.cli.main import run
 
@@ -47,7 +47,7 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     made = Server()
-    with served(made.handler) as made.url:
+    with serving_handler(made.handler) as made.url:
         yield made
 
 
@@ -58,7 +58,7 @@ def test_bench_sends_trace_requests_with_their_times_and_lengths(
     trace = tmp_path / "trace.csv"
     trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}\n")
     limits = ("--slo", "ttft=20s,share=0.7", "--rate", "40")
-    document = json.loads(said(capsys, "bench", server.url, "--workload", trace, *limits, "--json"))
+    document = json.loads(output_of(capsys, "bench", server.url, "--workload", trace, *limits, "--json"))
     assert (document["loop"], document["requests"], document["answered"]) == ("open", 4, 3)
     assert document["errors"] == {"HTTP 429": 1}
     assert document["attainment"] == 0.75
@@ -70,7 +70,7 @@ def test_bench_sends_trace_requests_with_their_times_and_lengths(
 def test_bench_closed_loop_output_notes_its_bias_and_counts_errors_by_kind(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said(
+    text = output_of(
         capsys,
         "bench",
         server.url,
@@ -110,7 +110,9 @@ def test_bench_with_missed_slo_exits_with_3(server: Server, capsys: pytest.Captu
 
 
 def test_bench_closed_loop_ends_after_its_seconds(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads(said(capsys, "bench", server.url, "--seconds", "0.2", "--output", "1", "--json"))
+    document = json.loads(
+        output_of(capsys, "bench", server.url, "--seconds", "0.2", "--output", "1", "--json")
+    )
     assert document["requests"] == len(server.asked) > 0
     assert document["concurrency"] == 1
 
@@ -135,12 +137,12 @@ def test_bench_closed_loop_ends_after_its_seconds(server: Server, capsys: pytest
 def test_bench_refuses_invalid_options_in_one_line(
     server: Server, arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert line in said(capsys, "bench", server.url, *arguments, rc=2)
+    assert line in output_of(capsys, "bench", server.url, *arguments, rc=2)
     assert server.asked == []
 
 
 def test_bench_reports_an_unreachable_server_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no OpenAI server answers at http://127.0.0.1:9" in said(
+    assert "no OpenAI server answers at http://127.0.0.1:9" in output_of(
         capsys, "bench", "http://127.0.0.1:9", rc=2
     )
-    assert "write it as http://HOST:PORT" in said(capsys, "bench", "localhost:8000", rc=2)
+    assert "write it as http://HOST:PORT" in output_of(capsys, "bench", "localhost:8000", rc=2)

@@ -47,17 +47,17 @@ WITHIN_S = 900.0
 NONE = {SHOP: RequestCounts(), LAB: RequestCounts()}
 
 
-def standing(name: str, role: str = "prefill", state: str = "ready", node: str = "1xL4") -> ReplicaLook:
+def replica_look(name: str, role: str = "prefill", state: str = "ready", node: str = "1xL4") -> ReplicaLook:
     return ReplicaLook(name, role, state, "near", f"words: {role} {node} tp1", "http://127.0.0.1:1", 0)
 
 
-def look(
+def fleet_look(
     *replicas: ReplicaLook, usd: float = 2.0, threshold: float = 1000.0, moved: int = 0, crossed: float = 0.0
 ) -> FleetLook:
     return FleetLook(0.0, replicas, usd, threshold, 1000.0, crossed, moved, 0)
 
 
-def seen(
+def act_evidence(
     before: FleetLook,
     now: FleetLook,
     *decided: tuple[str, str],
@@ -73,40 +73,52 @@ ACTS = {act.name: act for act in the_day()}
 
 
 def test_burst_act_is_shown_only_after_a_plan_and_a_new_replica() -> None:
-    one, two = look(standing("a")), look(standing("a"), standing("b"), usd=3.0)
-    assert not ACTS["burst"].shown(seen(one, two)), "more replicas, and no plan that says why"
-    assert not ACTS["burst"].shown(seen(one, one, ("plan", "p"))), "a plan, and no replica yet"
-    assert ACTS["burst"].shown(seen(one, two, ("plan", "p")))
+    one, two = fleet_look(replica_look("a")), fleet_look(replica_look("a"), replica_look("b"), usd=3.0)
+    assert not ACTS["burst"].shown(act_evidence(one, two)), "more replicas, and no plan that says why"
+    assert not ACTS["burst"].shown(act_evidence(one, one, ("plan", "p"))), "a plan, and no replica yet"
+    assert ACTS["burst"].shown(act_evidence(one, two, ("plan", "p")))
     assert "1 more replica serves, for $1.00 an hour more" in ACTS["burst"].result(
-        seen(one, two, ("plan", "p"))
+        act_evidence(one, two, ("plan", "p"))
     )
 
 
 def test_shift_act_is_shown_only_after_a_plan_for_the_new_lengths_and_its_changes() -> None:
-    act, one, lengths = ACTS["shift"], look(standing("a")), "answers of words fell from 60 to 10 tokens"
-    assert act.shown(seen(one, one, ("plan", "p"), ("recast", "r"), why=lengths))
-    assert not act.shown(seen(one, one, ("plan", "p"), why=lengths)), "nothing was done for it yet"
-    assert not act.shown(seen(one, one, ("recast", "r"), ("plan", "p"), why=lengths)), "that was before it"
-    assert not act.shown(
-        seen(one, one, ("plan", "p"), ("recast", "r"), why="requests for words fell from 8 to 4 a second")
+    act, one, lengths = (
+        ACTS["shift"],
+        fleet_look(replica_look("a")),
+        "answers of words fell from 60 to 10 tokens",
     )
-    flipped = look(standing("a", "decode"), usd=1.5)
+    assert act.shown(act_evidence(one, one, ("plan", "p"), ("recast", "r"), why=lengths))
+    assert not act.shown(act_evidence(one, one, ("plan", "p"), why=lengths)), "nothing was done for it yet"
+    assert not act.shown(act_evidence(one, one, ("recast", "r"), ("plan", "p"), why=lengths)), (
+        "that was before it"
+    )
+    assert not act.shown(
+        act_evidence(
+            one, one, ("plan", "p"), ("recast", "r"), why="requests for words fell from 8 to 4 a second"
+        )
+    )
+    flipped = fleet_look(replica_look("a", "decode"), usd=1.5)
     assert (
-        act.result(seen(one, flipped)).split(". ")[1]
+        act.result(act_evidence(one, flipped)).split(". ")[1]
         == "1 replica changed roles without loading weights again."
     )
-    settled, cheaper = planned(one), planned(look(standing("a"), usd=1.5))
-    assert act.result(seen(settled, cheaper)).endswith("lengths. It costs $1.50 an hour instead of $2.00.")
-    assert act.saved_usd_per_h(seen(settled, cheaper)) == 0.5
-    for before, now in ((settled, planned(cheaper, pending=True)), (one, cheaper)):
-        assert act.result(seen(before, now)).endswith("for these lengths."), "no price between two plans"
-        assert act.saved_usd_per_h(seen(before, now)) == 0.0
-    same = act.result(seen(settled, settled, ("recast", "r")))
+    settled, cheaper = as_planned(one), as_planned(fleet_look(replica_look("a"), usd=1.5))
+    assert act.result(act_evidence(settled, cheaper)).endswith(
+        "lengths. It costs $1.50 an hour instead of $2.00."
+    )
+    assert act.saved_usd_per_h(act_evidence(settled, cheaper)) == 0.5
+    for before, now in ((settled, as_planned(cheaper, pending=True)), (one, cheaper)):
+        assert act.result(act_evidence(before, now)).endswith("for these lengths."), (
+            "no price between two plans"
+        )
+        assert act.saved_usd_per_h(act_evidence(before, now)) == 0.0
+    same = act.result(act_evidence(settled, settled, ("recast", "r")))
     assert same.endswith("lengths. It costs $2.00 an hour, as before."), "another template, the old role"
 
 
 def test_saved_cost_is_reported_only_for_acts_that_save() -> None:
-    same, cheap, dear = look(usd=2.0), look(usd=1.5), look(usd=2.5)
+    same, cheap, dear = fleet_look(usd=2.0), fleet_look(usd=1.5), fleet_look(usd=2.5)
     for name, before, now, saved in (
         ("cheaper", same, cheap, 0.5),
         ("shift", same, cheap, 0.5),
@@ -115,32 +127,36 @@ def test_saved_cost_is_reported_only_for_acts_that_save() -> None:
         ("killed", same, cheap, 0.0),
         ("steady", same, same, 0.0),
     ):
-        assert ACTS[name].saved_usd_per_h(seen(before, now)) == pytest.approx(saved), name
-    assert ACTS["steady"].saved_usd_per_h(seen(same, same, near_usd=3.0)) == pytest.approx(1.0)
+        assert ACTS[name].saved_usd_per_h(act_evidence(before, now)) == pytest.approx(saved), name
+    assert ACTS["steady"].saved_usd_per_h(act_evidence(same, same, near_usd=3.0)) == pytest.approx(1.0)
 
 
 def test_steady_act_reports_the_saving_by_the_other_region() -> None:
     act, asked = ACTS["steady"], {SHOP: RequestCounts(20, 20), LAB: RequestCounts(20, 20)}
-    there = replace(seen(look(), look(crossed=3e9), near_usd=3.0), by_tenant=asked)
+    there = replace(act_evidence(fleet_look(), fleet_look(crossed=3e9), near_usd=3.0), by_tenant=asked)
     assert act.shown(there)
     assert not act.shown(replace(there, by_tenant=NONE)), "nobody was answered yet"
-    assert not act.shown(replace(there, now=look())), "nothing crossed"
+    assert not act.shown(replace(there, now=fleet_look())), "nothing crossed"
     assert "3.0 GB so far. The fleet costs $2.00 an hour instead of $3.00" in act.result(there)
     assert "instead" not in act.result(replace(there, near_usd_per_h=2.0)), "it saved nothing"
 
 
 def test_killed_act_is_shown_after_the_loss_and_replacement_of_its_own_node() -> None:
-    before, act = look(standing("a"), standing("b")), ACTS["killed"]
-    assert not act.shown(seen(before, before, ("lost", "b is lost"), ("ready", "b is ready"), victim="a"))
-    assert not act.shown(seen(before, before, ("ready", "b is ready"), ("lost", "a is lost"), victim="a"))
-    assert act.shown(seen(before, before, ("lost", "a is lost"), ("ready", "a is ready"), victim="a"))
+    before, act = fleet_look(replica_look("a"), replica_look("b")), ACTS["killed"]
+    assert not act.shown(
+        act_evidence(before, before, ("lost", "b is lost"), ("ready", "b is ready"), victim="a")
+    )
+    assert not act.shown(
+        act_evidence(before, before, ("ready", "b is ready"), ("lost", "a is lost"), victim="a")
+    )
+    assert act.shown(act_evidence(before, before, ("lost", "a is lost"), ("ready", "a is ready"), victim="a"))
     after = replace(before, moved=3)
     assert "3 attempts went on at another replica; no requests were lost" in act.result(
-        seen(before, after, victim="a")
+        act_evidence(before, after, victim="a")
     )
 
 
-def planned(look: FleetLook, pending: bool = False) -> FleetLook:
+def as_planned(look: FleetLook, pending: bool = False) -> FleetLook:
     """The same fleet, as the plan in force has it."""
     copies = {(replica.template, replica.region, replica.unit) for replica in look.replicas}
     counts = Counter((template, region) for template, region, _ in copies)
@@ -148,49 +164,51 @@ def planned(look: FleetLook, pending: bool = False) -> FleetLook:
 
 
 def test_fleet_is_settled_only_once_its_plan_is_carried_out() -> None:
-    one, other = standing("a"), standing("b", state="starting", node="1xA10")
-    assert planned(look(one)).settled
-    assert not planned(look(one), pending=True).settled, "another plan is on its way"
-    assert not planned(look(one, other)).settled, "a replica of the plan starts"
-    draining = look(one, standing("b", state="draining", node="1xA10"))
-    assert not replace(planned(look(one)), replicas=draining.replicas).settled, (
+    one, other = replica_look("a"), replica_look("b", state="starting", node="1xA10")
+    assert as_planned(fleet_look(one)).settled
+    assert not as_planned(fleet_look(one), pending=True).settled, "another plan is on its way"
+    assert not as_planned(fleet_look(one, other)).settled, "a replica of the plan starts"
+    draining = fleet_look(one, replica_look("b", state="draining", node="1xA10"))
+    assert not replace(as_planned(fleet_look(one)), replicas=draining.replicas).settled, (
         "an old replica is still paid for"
     )
-    assert not replace(look(one), planned_copies={}).settled
-    pair = look(*(replace(standing(name), unit="u1") for name in ("a", "b")))
-    assert planned(pair).planned_copies == {(one.template, "near"): 1}, "two replicas of one copy"
-    assert planned(pair).settled
+    assert not replace(fleet_look(one), planned_copies={}).settled
+    pair = fleet_look(*(replace(replica_look(name), unit="u1") for name in ("a", "b")))
+    assert as_planned(pair).planned_copies == {(one.template, "near"): 1}, "two replicas of one copy"
+    assert as_planned(pair).settled
 
 
 def test_cheaper_act_is_shown_only_for_a_settled_fleet_with_clearly_lower_cost() -> None:
-    act, before = ACTS["cheaper"], look(standing("a"), usd=5.2)
-    cheap = standing("b", node="1xA10")
-    after = planned(look(cheap, usd=3.0))
-    assert act.shown(seen(before, after, ("plan", "p")))
-    assert not act.shown(seen(before, after)), "no plan was adopted"
-    assert not act.shown(seen(before, planned(look(standing("a"), usd=3.0)), ("plan", "p"))), (
-        "without the cheap GPU"
+    act, before = ACTS["cheaper"], fleet_look(replica_look("a"), usd=5.2)
+    cheap = replica_look("b", node="1xA10")
+    after = as_planned(fleet_look(cheap, usd=3.0))
+    assert act.shown(act_evidence(before, after, ("plan", "p")))
+    assert not act.shown(act_evidence(before, after)), "no plan was adopted"
+    assert not act.shown(
+        act_evidence(before, as_planned(fleet_look(replica_look("a"), usd=3.0)), ("plan", "p"))
+    ), "without the cheap GPU"
+    assert not act.shown(act_evidence(before, as_planned(fleet_look(cheap, usd=5.1)), ("plan", "p"))), (
+        "borderline"
     )
-    assert not act.shown(seen(before, planned(look(cheap, usd=5.1)), ("plan", "p"))), "borderline"
-    dearer = planned(look(standing("a"), cheap, usd=6.7))
-    assert not act.shown(seen(before, dearer, ("plan", "p"))), "the flood's demand was planned for"
+    dearer = as_planned(fleet_look(replica_look("a"), cheap, usd=6.7))
+    assert not act.shown(act_evidence(before, dearer, ("plan", "p"))), "the flood's demand was planned for"
     in_between = replace(after, planned_copies={(cheap.template, "near"): 2})
-    assert not act.shown(seen(before, in_between, ("plan", "p"))), "the plan is not carried out yet"
-    text = not_shown(seen(before, dearer, ("plan", "p")))
+    assert not act.shown(act_evidence(before, in_between, ("plan", "p"))), "the plan is not carried out yet"
+    text = not_shown(act_evidence(before, dearer, ("plan", "p")))
     assert "costs $6.70 an hour; it cost $5.20 before" in text
-    assert "still changing" in not_shown(seen(before, in_between, ("plan", "p")))
+    assert "still changing" in not_shown(act_evidence(before, in_between, ("plan", "p")))
 
 
 def test_cheaper_act_starts_once_the_flood_has_left_the_window_and_its_fleet_is_settled() -> None:
-    act, calm = ACTS["cheaper"], planned(look(standing("a")))
-    waiting = replace(seen(calm, calm), window_s=14.0, waited_s=13.9)
+    act, calm = ACTS["cheaper"], as_planned(fleet_look(replica_look("a")))
+    waiting = replace(act_evidence(calm, calm), window_s=14.0, waited_s=13.9)
     assert not act.moment(waiting), "the window still has requests of the flood"
     assert act.moment(replace(waiting, waited_s=14.0))
-    assert not act.moment(replace(waiting, waited_s=20.0, now=planned(calm, pending=True)))
+    assert not act.moment(replace(waiting, waited_s=20.0, now=as_planned(calm, pending=True)))
     assert act.earlier, "the usual traffic is sent meanwhile"
 
 
-def sent(done: bool, status: int = 200, ttft_s: float = 0.1, phase: Phase = "during") -> SentRequest:
+def sent_request(done: bool, status: int = 200, ttft_s: float = 0.1, phase: Phase = "during") -> SentRequest:
     request = TimedRequest(0.0, "m", [1], 2, status=status, ended=True)
     if done and status == 200:
         request.first_s, request.last_s = ttft_s, ttft_s + 0.1
@@ -201,8 +219,8 @@ def sent(done: bool, status: int = 200, ttft_s: float = 0.1, phase: Phase = "dur
 
 def test_evidence_excludes_requests_that_overtook_an_open_one() -> None:
     """Those that end early are the fast and the refused ones, so their share misleads."""
-    slow = [sent(False) for _ in range(60)]
-    fast = [sent(True) for _ in range(20)]
+    slow = [sent_request(False) for _ in range(60)]
+    fast = [sent_request(True) for _ in range(20)]
     assert ended_first([*fast[:5], *slow, *fast[5:]]) == fast[:5]
     assert ended_first([]) == []
 
@@ -213,11 +231,11 @@ class StagedPlayer(Player):
     __slots__ = ("notes",)
 
     def _seen(self, act: Act, before: FleetLook, victim: str = "") -> ActEvidence:
-        now = look(standing("a"), standing("b"), usd=3.0)
-        return seen(before, now, ("plan", "p"))
+        now = fleet_look(replica_look("a"), replica_look("b"), usd=3.0)
+        return act_evidence(before, now, ("plan", "p"))
 
     def _moment(self, act: Act) -> FleetLook:
-        return look(standing("a"))
+        return fleet_look(replica_look("a"))
 
 
 def test_burst_attainment_is_the_same_on_page_terminal_and_table(
@@ -232,12 +250,12 @@ def test_burst_attainment_is_the_same_on_page_terminal_and_table(
     def ask(act: str, loads: tuple[DemoLoad, ...], phase: Phase = "during") -> None:
         asked.append((act, phase, sum(load.rate_per_s for load in loads)))
         if phase == "during":
-            traffic.sent += [sent(True), *(sent(False) for _ in range(19))]
+            traffic.sent += [sent_request(True), *(sent_request(False) for _ in range(19))]
         else:
             for request in traffic.sent:
                 if not request.has_ended:
                     request.shot.first_s, request.shot.last_s, request.shot.done_s = 9.0, 9.1, 9.1
-            traffic.sent.append(sent(True, phase="after"))
+            traffic.sent.append(sent_request(True, phase="after"))
 
     client: Any = SimpleNamespace(note=lambda *note: notes.append(note))
     controls: Any = SimpleNamespace(client=client)
@@ -269,51 +287,57 @@ def test_traffic_between_acts_keeps_its_mix_and_is_no_faster_than_usual() -> Non
 
 
 def test_thin_link_act_is_shown_only_when_the_threshold_rises() -> None:
-    before, thin = look(standing("a")), ACTS["thin"]
-    now = look(standing("a"), threshold=1100.0)
+    before, thin = fleet_look(replica_look("a")), ACTS["thin"]
+    now = fleet_look(replica_look("a"), threshold=1100.0)
     assert thin.shown(
-        seen(before, now, ("remark", "only prompts of words beyond 1300 tokens go over far->near now"))
+        act_evidence(
+            before, now, ("remark", "only prompts of words beyond 1300 tokens go over far->near now")
+        )
     )
     assert not thin.shown(
-        seen(before, now, ("remark", "only prompts of words beyond 1100 tokens go over far->near now"))
+        act_evidence(
+            before, now, ("remark", "only prompts of words beyond 1100 tokens go over far->near now")
+        )
     )
     assert not thin.shown(
-        seen(before, now, ("remark", "only prompts of words beyond 1300 tokens go over x->y now"))
+        act_evidence(before, now, ("remark", "only prompts of words beyond 1300 tokens go over x->y now"))
     )
     lines = [
         f"only prompts of words beyond {tokens} tokens go over far->near now"
         for tokens in (1100, 1300, 1700, 1200)
     ]
-    moving = seen(before, now, *(("remark", line) for line in lines))
+    moving = act_evidence(before, now, *(("remark", line) for line in lines))
     assert "beyond 1300 tokens" in chosen(thin, moving), "not the last, when the link was clear again"
     assert "beyond 1,300 tokens" in thin.result(moving)
     pace = ("remark", "a takes 2.0 times as long as planned")
-    assert not thin.shown(seen(before, now, pace)), "that is about something else"
-    assert not thin.moment(seen(before, look(standing("a"), threshold=0.0))), (
+    assert not thin.shown(act_evidence(before, now, pace)), "that is about something else"
+    assert not thin.moment(act_evidence(before, fleet_look(replica_look("a"), threshold=0.0))), (
         "nothing could be kept from crossing"
     )
-    far = replace(standing("a"), region="far")
-    assert thin.moment(seen(before, look(far)))
-    assert not thin.moment(seen(before, look(far, threshold=2000.0))), "it is kept from crossing already"
-    raised = look(standing("a"), threshold=1090.0)
+    far = replace(replica_look("a"), region="far")
+    assert thin.moment(act_evidence(before, fleet_look(far)))
+    assert not thin.moment(act_evidence(before, fleet_look(far, threshold=2000.0))), (
+        "it is kept from crossing already"
+    )
+    raised = fleet_look(replica_look("a"), threshold=1090.0)
     line = ("remark", "only prompts of words beyond 1194 tokens go over far->near now")
-    assert thin.shown(seen(raised, now, line)), (
+    assert thin.shown(act_evidence(raised, now, line)), (
         "clear beside the plan, although the act began a little above it"
     )
 
 
 def test_flood_act_is_shown_when_the_other_tenant_is_served_in_time() -> None:
-    act, there = ACTS["flood"], look(standing("a"))
+    act, there = ACTS["flood"], fleet_look(replica_look("a"))
     earlier = {SHOP: RequestCounts(20, 20, ttft_s=0.8), LAB: RequestCounts(20, 20)}
     mine = RequestCounts(20, 19, refused=1, ttft_s=0.9)
     fair = replace(
-        seen(there, there),
+        act_evidence(there, there),
         earlier=earlier,
         by_tenant={SHOP: mine, LAB: RequestCounts(90, 9, 71, no="its turn would come after 9 s")},
     )
     assert act.moment(fair)
     assert not act.moment(replace(fair, earlier=NONE)), "nobody knows how long answers took before"
-    assert not act.moment(replace(fair, now=look(standing("a", state="starting"))))
+    assert not act.moment(replace(fair, now=fleet_look(replica_look("a", state="starting"))))
     assert act.shown(fair)
     assert chosen(act, fair) == "lab is told: its turn would come after 9 s"
     told_of = act.result(fair)
@@ -330,7 +354,9 @@ def test_flood_act_is_shown_when_the_other_tenant_is_served_in_time() -> None:
 
 
 def test_act_decision_is_reported_in_the_words_of_the_service() -> None:
-    text = seen(look(), look(), ("plan", "first"), ("plan", "second"), ("replan", "asked"), ("start", "x"))
+    text = act_evidence(
+        fleet_look(), fleet_look(), ("plan", "first"), ("plan", "second"), ("replan", "asked"), ("start", "x")
+    )
     assert chosen(ACTS["burst"], text) == "second (why); asked (why)"
 
 
@@ -387,10 +413,10 @@ def test_short_demo_shows_every_act_and_leaves_no_processes(tmp_path: Path) -> N
     assert rows["flood"]["refused"] > 0
     assert rows["cheaper"]["usd_per_h"][1] < rows["cheaper"]["usd_per_h"][0]
     assert list(tmp_path.iterdir()) == []
-    assert not _with_mark(str(tmp_path)), "no process of it is left"
+    assert not _processes_with_mark(str(tmp_path)), "no process of it is left"
 
 
-def _with_mark(mark: str) -> list[str]:
+def _processes_with_mark(mark: str) -> list[str]:
     """Processes whose command line names a folder."""
     result = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_services import chat_spec, said
+from cli_services import chat_spec, output_of
 from live_plans import COMBO, WHOLE, write_plans
 
 from potluck.cli.main import run
@@ -19,7 +19,7 @@ UNLIKE = Layout((Stage(20, (StageNode("1xA10", 1),)), Stage(12, (StageNode("2xA1
 PIPELINE = Layout((Stage(20, (StageNode("1xA10", 1),)), Stage(12, (StageNode("1xA10", 1),))))
 
 
-def laid_out(folder: Path, layout: Layout, engine: str) -> tuple[Path, Path]:
+def write_plan_with_layout(folder: Path, layout: Layout, engine: str) -> tuple[Path, Path]:
     """A plan of one replica that is cut so, for a spec with this engine."""
     plan_path, spec_path = write_plans(folder, WHOLE)
     plan = plan_from_json(plan_path.read_text())
@@ -70,8 +70,8 @@ def commands(plan: Path, spec: Path, folder: Path) -> list[list[str]]:
 def test_all_commands_refuse_an_unsupported_layout_with_the_same_line(
     layout: Layout, engine: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan, spec = laid_out(tmp_path, layout, engine)
-    lines = {said(capsys, *words, rc=2) for words in commands(plan, spec, tmp_path)}
+    plan, spec = write_plan_with_layout(tmp_path, layout, engine)
+    lines = {output_of(capsys, *words, rc=2) for words in commands(plan, spec, tmp_path)}
     (shown,) = lines
     assert line in shown
     assert str(plan) in shown
@@ -82,15 +82,15 @@ def test_plan_with_kv_transfer_is_refused_for_openai_servers(
 ) -> None:
     plan, spec = write_plans(tmp_path, COMBO)
     spec.write_text(f"engine: openai\n{spec.read_text()}")
-    shown = said(capsys, "simulate", plan, spec, rc=2)
+    shown = output_of(capsys, "simulate", plan, spec, rc=2)
     assert "needs KV handed over between replicas, which a server of OpenAI's API does not do" in shown
     assert "plan again, with `engine: vllm` or `engine: embedded`" in shown
 
 
 def test_simulate_and_export_accept_the_same_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan, spec = laid_out(tmp_path, SHARED, "embedded")
-    said(capsys, "simulate", plan, spec, "--requests", 20)
-    said(capsys, "export", "commands", plan, spec, "--out", tmp_path / "out")
+    plan, spec = write_plan_with_layout(tmp_path, SHARED, "embedded")
+    output_of(capsys, "simulate", plan, spec, "--requests", 20)
+    output_of(capsys, "export", "commands", plan, spec, "--out", tmp_path / "out")
 
 
 def test_model_that_the_engine_does_not_support_is_refused_with_its_line(
@@ -100,7 +100,7 @@ def test_model_that_the_engine_does_not_support_is_refused_with_its_line(
     node = "1xH100, available: 2, price_usd_per_h: 3"
     text = chat_spec("ttft_ms: 2000, tpot_ms: 80", "rate_per_s: 1, input: 100, output: 20", node)
     spec.write_text(f"engine: embedded\n{text.replace('Llama-3.1-8B', 'Kimi-Linear-48B-A3B')}")
-    shown = said(capsys, "check", spec, rc=2)
+    shown = output_of(capsys, "check", spec, rc=2)
     assert f"{spec}:3: models[0].model: needs linear attention of kind kda" in shown
     assert "which the embedded engine does not do; `engine: vllm` or `engine: openai` does" in shown
 
@@ -108,7 +108,7 @@ def test_model_that_the_engine_does_not_support_is_refused_with_its_line(
 @pytest.mark.slow
 def test_emulated_engine_serves_a_pipeline_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two A10 as one replica, through the gateway, each step at a pipeline's pace."""
-    plan, spec = laid_out(tmp_path, PIPELINE, "vllm")
+    plan, spec = write_plan_with_layout(tmp_path, PIPELINE, "vllm")
     words = [
         "up",
         str(plan),
@@ -127,7 +127,7 @@ def test_emulated_engine_serves_a_pipeline_plan(tmp_path: Path, capsys: pytest.C
 
 def test_home_region_outside_the_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = map(str, write_plans(tmp_path, WHOLE))
-    shown = said(capsys, "serve", *both, "--policy", "home=nearr", rc=2)
+    shown = output_of(capsys, "serve", *both, "--policy", "home=nearr", rc=2)
     assert "--policy.home" in shown
     assert "near" in shown
     assert len(shown.splitlines()) == 1

@@ -23,14 +23,14 @@ def arguments(**changes: str | None) -> list[str]:
     ]
 
 
-def answer(capsys: pytest.CaptureFixture[str], **changes: str | None) -> dict[str, object]:
+def estimate_json(capsys: pytest.CaptureFixture[str], **changes: str | None) -> dict[str, object]:
     assert run([*arguments(**changes), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert isinstance(document, dict)
     return document
 
 
-def refused(capsys: pytest.CaptureFixture[str], **changes: str | None) -> str:
+def refusal_line(capsys: pytest.CaptureFixture[str], **changes: str | None) -> str:
     """The one line on stderr of a command that must fail with exit code 2."""
     assert run(arguments(**changes)) == 2
     out, error = capsys.readouterr()
@@ -55,7 +55,7 @@ def test_estimate_table_shows_times_memory_rates_and_cost(capsys: pytest.Capture
 
 
 def test_estimate_json_has_the_figures_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    result = answer(capsys, price="2.5", tp="2")
+    result = estimate_json(capsys, price="2.5", tp="2")
     assert (result["model"], result["node"], result["tp"], result["replicas"]) == (
         "Llama-3.1-8B",
         "2xL40S",
@@ -77,14 +77,17 @@ def test_estimate_json_has_the_figures_of_the_table(capsys: pytest.CaptureFixtur
 
 
 def test_estimate_accepts_other_spellings_of_nodes_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = answer(capsys, tp="2")
-    assert answer(capsys, node="L40S:2", tp=None, tensor_parallel_size="2") == plain
-    assert answer(capsys, node="2 x l40s", input=None, isl="1024", output=None, osl="256", tp="2") == plain
+    plain = estimate_json(capsys, tp="2")
+    assert estimate_json(capsys, node="L40S:2", tp=None, tensor_parallel_size="2") == plain
+    assert (
+        estimate_json(capsys, node="2 x l40s", input=None, isl="1024", output=None, osl="256", tp="2")
+        == plain
+    )
 
 
 def test_estimate_takes_prices_from_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(capsys)["price_from"] != "given"
-    region = answer(capsys, node="8xA100-80", region="aws/us-east-1")
+    assert estimate_json(capsys)["price_from"] != "given"
+    region = estimate_json(capsys, node="8xA100-80", region="aws/us-east-1")
     assert str(region["price_from"]).startswith("aws/us-east-1")
     assert float(str(region["price_usd_per_h"])) > 1
 
@@ -93,7 +96,7 @@ def test_estimate_without_a_price_omits_only_the_cost(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("potluck.catalog.prices.prices", lambda: ())
-    result = answer(capsys)
+    result = estimate_json(capsys)
     assert (result["price_usd_per_h"], result["usd_per_million_tokens"]) == (None, None)
     assert run(arguments()) == 0
     assert "unknown; set --price" in capsys.readouterr().out
@@ -113,7 +116,7 @@ def test_estimate_shows_its_confidence_and_error_bar(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
 def test_estimate_shows_the_requested_role(role: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(capsys, role=role)["role"] == role
+    assert estimate_json(capsys, role=role)["role"] == role
     assert run(arguments(role=role)) == 0
     assert f", {role}" in capsys.readouterr().out
 
@@ -123,7 +126,7 @@ def test_estimate_of_an_unreachable_objective_exits_with_0_and_reports_it(
 ) -> None:
     assert run(arguments(tpot_ms="0.1")) == 0
     assert "cannot be met" in capsys.readouterr().out
-    result = answer(capsys, tpot_ms="0.1")
+    result = estimate_json(capsys, tpot_ms="0.1")
     assert (result["operating"], result["requests_per_s"]) == (None, 0.0)
 
 
@@ -161,7 +164,7 @@ def test_estimate_of_an_unreachable_objective_exits_with_0_and_reports_it(
 def test_estimate_refuses_invalid_input_with_the_field_in_one_line(
     changes: dict[str, str | None], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert words in refused(capsys, **changes)
+    assert words in refusal_line(capsys, **changes)
 
 
 CONFIG = {
@@ -183,9 +186,9 @@ def test_estimate_accepts_a_config_json_as_model(tmp_path: Path, capsys: pytest.
     """The directory or the file; the same architecture gives the catalog's figures."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    catalog = answer(capsys)
+    catalog = estimate_json(capsys)
     for model in (str(tmp_path), str(path)):
-        result = answer(capsys, model=model)
+        result = estimate_json(capsys, model=model)
         for key in ("prefill_s", "decode_step_s", "max_batch", "weight_bytes"):
             assert result[key] == catalog[key], key
 
@@ -196,7 +199,7 @@ def test_estimate_refuses_a_config_json_with_a_missing_field(
 ) -> None:
     config = {key: value for key, value in CONFIG.items() if key != missing}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert missing in refused(capsys, model=str(tmp_path))
+    assert missing in refusal_line(capsys, model=str(tmp_path))
 
 
 def test_estimate_process_writes_json_to_stdout_and_errors_to_stderr() -> None:

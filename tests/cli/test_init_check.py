@@ -64,7 +64,7 @@ def test_init_does_not_overwrite_a_file_without_force(
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
 
 
-def broken(folder: Path) -> Path:
+def write_broken_spec(folder: Path) -> Path:
     path = folder / "p.yaml"
     assert run(["init", str(path)]) == 0
     text = path.read_text("utf-8").replace("ttft_ms: 1000 ", "ttft_ms: -5 ").replace("1xL4\n", "1xL5\n")
@@ -73,7 +73,7 @@ def broken(folder: Path) -> Path:
 
 
 def test_check_prints_every_problem_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = broken(tmp_path)
+    path = write_broken_spec(tmp_path)
     capsys.readouterr()
     assert run(["check", str(path)]) == 2
     captured = capsys.readouterr()
@@ -88,7 +88,7 @@ def test_check_prints_every_problem_with_its_line(tmp_path: Path, capsys: pytest
 def test_check_json_of_an_invalid_spec_lists_its_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = broken(tmp_path)
+    path = write_broken_spec(tmp_path)
     capsys.readouterr()
     assert run(["check", str(path), "--json"]) == 2
     document = json.loads(capsys.readouterr().out)

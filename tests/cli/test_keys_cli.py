@@ -39,7 +39,7 @@ def _keys(capsys: pytest.CaptureFixture[str], state: Path, *words: str, rc: int 
     return text.out, text.err
 
 
-def _lets_in(state: Path, key: str = "") -> bool:
+def _accepts_key(state: Path, key: str = "") -> bool:
     """Whether the gateway that reads this file does."""
     ring = KeyRing(state / KEY_FILE, 0.0, lambda: NOW_S, may_open=True)
     try:
@@ -51,34 +51,34 @@ def _lets_in(state: Path, key: str = "") -> bool:
 def test_first_key_warns_that_clients_need_keys_and_open_reverts_it(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _lets_in(state)
+    assert _accepts_key(state)
     out, err = _keys(capsys, state, "add", "ann")
     assert err == (
         "potluck: from now on every client of this service needs a key; "
         "`potluck keys open` lets those without one in again\n"
     )
     ann = out.split()[-1]
-    assert not _lets_in(state)
+    assert not _accepts_key(state)
     out, err = _keys(capsys, state, "add", "bob", "--json")
     assert err == "", "it is locked already"
     bob = json.loads(out)
-    assert (bob["name"], bob["first"], _lets_in(state, bob["key"])) == ("bob", False, True)
+    assert (bob["name"], bob["first"], _accepts_key(state, bob["key"])) == ("bob", False, True)
     out, err = _keys(capsys, state, "revoke", "ann")
     assert err == "", "bob still gets in"
     out, err = _keys(capsys, state, "revoke", "bob")
     assert "nobody gets in; `potluck keys add NAME` makes a key, `potluck keys open`" in err
-    assert not _lets_in(state, ann)
+    assert not _accepts_key(state, ann)
     assert "nobody gets in" in _keys(capsys, state, "list")[0]
     out, _ = _keys(capsys, state, "open")
     assert out == "clients without a key are let in; `potluck keys close` ends that\n"
-    assert _lets_in(state)
+    assert _accepts_key(state)
     assert "already; nothing changed" in _keys(capsys, state, "open")[0]
     assert json.loads(_keys(capsys, state, "list", "--json")[0])["open"]
     assert "none holds, so that nobody could get in" in _keys(capsys, state, "close", rc=2)[1]
-    assert _lets_in(state), "nothing changed"
+    assert _accepts_key(state), "nothing changed"
     out, err = _keys(capsys, state, "add", "eve")
     assert "from now on every client" in err, "which locks again"
-    assert not _lets_in(state)
+    assert not _accepts_key(state)
 
 
 LIMITS = {
@@ -162,8 +162,8 @@ def test_keys_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFi
     assert [item.name for item in kept_keys(lost)] == ["ann"]
     lost.close()
     assert "every client needs a key" in _keys(capsys, state, "close")[0]
-    assert not _lets_in(state)
-    assert _lets_in(state, key)
+    assert not _accepts_key(state)
+    assert _accepts_key(state, key)
 
 
 def test_keys_open_is_refused_for_a_gateway_reachable_from_outside(
@@ -173,7 +173,7 @@ def test_keys_open_is_refused_for_a_gateway_reachable_from_outside(
     _keys(capsys, state, "add", "ann")
     store.set("gateway", {**store.get("gateway"), "host": "0.0.0.0"})
     assert "listens at 0.0.0.0, where others can reach it" in _keys(capsys, state, "open", rc=1)[1]
-    assert not _lets_in(state)
+    assert not _accepts_key(state)
     store.close()
 
 
@@ -200,7 +200,7 @@ def test_first_key_asks_for_confirmation_at_a_terminal(
     words = ["add", "ann", *(["--yes"] if yes else [])]
     _keys(capsys, state, *words, rc=130 if answer == "n\n" else 0)
     assert asked == ([] if yes else ["Go on?"])
-    assert _lets_in(state) == (answer == "n\n"), "who says no changes nothing"
+    assert _accepts_key(state) == (answer == "n\n"), "who says no changes nothing"
 
 
 def test_key_commands_do_not_create_a_state_folder(
@@ -212,7 +212,7 @@ def test_key_commands_do_not_create_a_state_folder(
 
 
 @pytest.fixture
-def locked() -> Iterator[str]:
+def locked_url() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(401)
@@ -232,15 +232,15 @@ def locked() -> Iterator[str]:
 
 
 def test_commands_without_a_valid_key_report_that_one_is_needed(
-    locked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    locked_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert run(["bench", locked]) == 2
-    assert f"--key: {locked} asks for one" in capsys.readouterr().err
-    assert run(["bench", locked, "--key", "wrong"]) == 2
-    assert f"--key: {locked} does not take this one" in capsys.readouterr().err
+    assert run(["bench", locked_url]) == 2
+    assert f"--key: {locked_url} asks for one" in capsys.readouterr().err
+    assert run(["bench", locked_url, "--key", "wrong"]) == 2
+    assert f"--key: {locked_url} does not take this one" in capsys.readouterr().err
     for command in (["cordon", "x"], ["uncordon", "x"], ["upgrade"]):
-        assert run([*command, "--at", locked]) == 2
-        assert f"--key-file: is needed: the gateway at {locked}" in capsys.readouterr().err
+        assert run([*command, "--at", locked_url]) == 2
+        assert f"--key-file: is needed: the gateway at {locked_url}" in capsys.readouterr().err
     assert run(["cordon", "x", "--at", "nonsense"]) == 2
     assert "--at: 'nonsense' is no address" in capsys.readouterr().err

@@ -23,7 +23,7 @@ SPEC = chat_spec(
 )
 
 
-def written(folder: Path, gpu: str, slower: float) -> Path:
+def write_profile(folder: Path, gpu: str, slower: float) -> Path:
     """A profile of steps that take so many times as long as predicted."""
     model, node = models.model("Llama-3.1-8B"), nodes.node_type(gpu)
     timer = roofline(model, node, 1)
@@ -41,7 +41,7 @@ def written(folder: Path, gpu: str, slower: float) -> Path:
     return path
 
 
-def estimated(capsys: pytest.CaptureFixture[str], node: str, *options: str) -> dict[str, object]:
+def estimate_json(capsys: pytest.CaptureFixture[str], node: str, *options: str) -> dict[str, object]:
     asked = ["--model", "Llama-3.1-8B", "--node", node, "--tp", "1", "--input", "1024", "--output", "256"]
     assert run(["estimate", *asked, "--json", *options]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -52,19 +52,19 @@ def estimated(capsys: pytest.CaptureFixture[str], node: str, *options: str) -> d
 def test_estimate_with_a_profile_uses_the_measured_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(written(tmp_path, "L40S", 3.0))
-    plain, measured = estimated(capsys, "L40S"), estimated(capsys, "L40S", "--profile", path)
+    path = str(write_profile(tmp_path, "L40S", 3.0))
+    plain, measured = estimate_json(capsys, "L40S"), estimate_json(capsys, "L40S", "--profile", path)
     for name in ("prefill_s", "decode_step_s"):
         assert measured[name] == pytest.approx(3 * plain[name], rel=0.02)  # type: ignore[operator]
     assert measured["kv_bytes"] == plain["kv_bytes"]
     assert measured["confidence"] == "measured"
     assert "measured 2026-01-31" in str(measured["basis"])
     # Two L40S of a node are two such replicas.
-    twice = estimated(capsys, "2xL40S", "--profile", path)
+    twice = estimate_json(capsys, "2xL40S", "--profile", path)
     assert twice["requests_per_s"] == pytest.approx(2 * measured["requests_per_s"])  # type: ignore[operator]
 
 
-def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[Plan, set[str]]:
+def plan_and_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[Plan, set[str]]:
     spec, out = tmp_path / "potluck.yaml", tmp_path / "plan.json"
     spec.write_text(SPEC)
     command = [
@@ -82,14 +82,14 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -
 def test_plan_with_a_profile_avoids_a_gpu_measured_as_slow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, before = planned(tmp_path, capsys)
-    slow = [str(written(tmp_path, gpu, 2.0)) for gpu in ("L40S", "A10G")]
-    dear, _ = planned(tmp_path, capsys, "--profile", slow[0], "--profile", slow[1])
+    plain, before = plan_and_gpus(tmp_path, capsys)
+    slow = [str(write_profile(tmp_path, gpu, 2.0)) for gpu in ("L40S", "A10G")]
+    dear, _ = plan_and_gpus(tmp_path, capsys, "--profile", slow[0], "--profile", slow[1])
     assert dear.cost_usd_per_h > 1.5 * plain.cost_usd_per_h
     gpu = "L40S" if "1xL40S" in before else "A10G"
-    _, after = planned(tmp_path, capsys, "--profile", str(written(tmp_path, gpu, 20.0)))
+    _, after = plan_and_gpus(tmp_path, capsys, "--profile", str(write_profile(tmp_path, gpu, 20.0)))
     assert f"1x{gpu}" not in after
-    same, _ = planned(tmp_path, capsys, "--profile", str(written(tmp_path, gpu, 1.0)))
+    same, _ = plan_and_gpus(tmp_path, capsys, "--profile", str(write_profile(tmp_path, gpu, 1.0)))
     assert same.cost_usd_per_h == pytest.approx(plain.cost_usd_per_h, rel=0.3)
 
 
@@ -98,7 +98,7 @@ def test_profile_that_does_not_apply_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "broken.json").write_text("{}")
     for path, says in (
-        (written(tmp_path, "A10", 1.0), "is of Llama-3.1-8B on A10"),
+        (write_profile(tmp_path, "A10", 1.0), "is of Llama-3.1-8B on A10"),
         (tmp_path / "nowhere.json", "cannot be read"),
         (tmp_path / "broken.json", "format"),
     ):

@@ -7,19 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_services import said
-from test_operators_cli import Port, _sleeper, folder, port
+from cli_services import output_of
+from test_operators_cli import AdminPort, _sleeping_process, admin_port, folder
 
 from potluck.cli.fleet import status
 from potluck.cli.main import run
 from potluck.control.launchers.process import alive, end
 from potluck.control.state_store import StateStore
 
-__all__ = ["folder", "port"]
+__all__ = ["admin_port", "folder"]
 
 
 def test_top_json_has_the_figures_of_a_frame(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", folder).splitlines()
+    (line,) = output_of(capsys, "top", "--once", "--every", "0.2", "--json", "--state", folder).splitlines()
     document = json.loads(line)
     assert (document["plan"]["version"], document["usd_per_h"], document["open_requests"]) == (1, 1.5, 3)
     words = document["models"]["words"]
@@ -33,33 +33,35 @@ def test_top_json_has_the_figures_of_a_frame(folder: Path, capsys: pytest.Captur
 
 
 def test_top_in_a_pipe_prints_frame_after_frame(
-    folder: Path, port: Port, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sleep(_: float) -> None:
-        if port.scraped == 3:
+        if admin_port.scraped == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("potluck.cli.fleet.status.time.sleep", sleep)
-    assert said(capsys, "top", "--state", folder).count("plan 1 (auto)") == 2
+    assert output_of(capsys, "top", "--state", folder).count("plan 1 (auto)") == 2
 
 
 def test_logs_json_lists_engines_and_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = said(capsys, "logs", "--json", "--state", folder).splitlines()
+    lines = output_of(capsys, "logs", "--json", "--state", folder).splitlines()
     assert [json.loads(line) for line in lines] == [{"name": "words-1", "bytes": 13}]
-    lines = said(capsys, "logs", "east#0/0", "--json", "--lines", "2", "--state", folder).splitlines()
+    lines = output_of(capsys, "logs", "east#0/0", "--json", "--lines", "2", "--state", folder).splitlines()
     assert [json.loads(line) for line in lines] == [
         {"name": "words-1", "line": "first"},
         {"name": "words-1", "line": "second"},
     ]
-    assert "t@east#1/0 has written nothing yet" in said(capsys, "logs", "east#1/0", "--state", folder, rc=1)
+    assert "t@east#1/0 has written nothing yet" in output_of(
+        capsys, "logs", "east#1/0", "--state", folder, rc=1
+    )
 
 
 def test_down_json_lists_the_ended_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = StateStore(tmp_path / "state.db")
-    gateway = _sleeper(tmp_path, "gateway")
+    gateway = _sleeping_process(tmp_path, "gateway")
     try:
         store.set("gateway", {"pid": gateway.number, "started": gateway.started})
-        document = json.loads(said(capsys, "down", "--json", "--state", tmp_path))
+        document = json.loads(output_of(capsys, "down", "--json", "--state", tmp_path))
         assert document == {"state": str(tmp_path), "stopped": True, "made_to_end": 0}
         assert not alive(gateway)
     finally:
@@ -72,9 +74,9 @@ def test_events_are_printed_in_order_of_time(folder: Path, capsys: pytest.Captur
     for at_s, what in ((3.0, "third"), (1.0, "first"), (2.0, "second")):
         store.note(now_s + at_s, "brain", what, "")
     want = ["words-2 for t@east#1/0", "first", "second", "third"]
-    lines = said(capsys, "events", "--json", "--state", folder).splitlines()
+    lines = output_of(capsys, "events", "--json", "--state", folder).splitlines()
     assert [json.loads(line)["what"] for line in lines] == want
-    document = json.loads(said(capsys, "status", "--json", "--state", folder))
+    document = json.loads(output_of(capsys, "status", "--json", "--state", folder))
     assert [item["what"] for item in document["notes"]] == want
     store.close()
 
@@ -106,4 +108,4 @@ def test_followed_events_are_printed_in_order_of_time(
 
 def test_usage_of_an_empty_interval_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("usage", "--since", "2d", "--until", "3d", "--state", folder)
-    assert "--until: 3d is before --since 2d" in said(capsys, *asked, rc=2)
+    assert "--until: 3d is before --since 2d" in output_of(capsys, *asked, rc=2)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_services import QuietHandler, said, served
+from cli_services import QuietHandler, output_of, serving_handler
 
 from potluck.control.control_values import EngineInstance, EngineSpec
 from potluck.control.launchers.local_launcher import NAME_MARK, OWNER_MARK
@@ -58,7 +58,7 @@ def _replica(name: str, state: str) -> dict[str, Any]:
     }
 
 
-class Port:
+class AdminPort:
     """Answers as the gateway would; `asked` is what it was sent."""
 
     def __init__(self) -> None:
@@ -117,19 +117,19 @@ SNAPSHOT = {
 
 
 @pytest.fixture
-def port() -> Iterator[Port]:
-    made = Port()
-    with served(made.handler) as made.url:
+def admin_port() -> Iterator[AdminPort]:
+    made = AdminPort()
+    with serving_handler(made.handler) as made.url:
         yield made
 
 
 @pytest.fixture
-def folder(tmp_path: Path, port: Port) -> Path:
+def folder(tmp_path: Path, admin_port: AdminPort) -> Path:
     """A service whose gateway and controller are this very process."""
     store = StateStore(tmp_path / "state.db")
     store.add_plan(PLAN, time.time() - 60, "potluck up")
     me = {"pid": os.getpid(), "started": started_at(os.getpid())}
-    store.set("gateway", {**me, "url": "http://127.0.0.1:1", "admin": port.url})
+    store.set("gateway", {**me, "url": "http://127.0.0.1:1", "admin": admin_port.url})
     store.set("controller", me)
     engine_spec = EngineSpec("words", LAYOUT, "east")
     store.put(EngineInstance("words-1", engine_spec, "up", time.time(), "http://e1", "t@east#0/0"))
@@ -146,13 +146,13 @@ def folder(tmp_path: Path, port: Port) -> Path:
 def test_status_shows_running_and_missing_replicas_with_reasons(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said(capsys, "status", "--state", folder)
+    text = output_of(capsys, "status", "--state", folder)
     for part in ("plan 1 (auto), $1.50/h", "2 x t in east", "model words: ready; TTFT <= 1.50 s", "words-1"):
         assert part in text
     assert re.search(r"missing: t@east#1/0: words-2 is starting, since \d+ s", text)
     assert "missing: words: mixed t@west: 1 wanted, but there are no nodes" in text
     assert "notice: this machine computes 3.1 times slower" in text
-    document = json.loads(said(capsys, "status", "--state", folder, "--json"))
+    document = json.loads(output_of(capsys, "status", "--state", folder, "--json"))
     assert (document["notices"], document["plan"]["version"]) == (SNAPSHOT["notices"], 1)
     assert document["lacking"][1]["what"] == "words: mixed t@west"
     first = document["replicas"][0]
@@ -164,32 +164,32 @@ def test_status_shows_running_and_missing_replicas_with_reasons(
 def test_operator_commands_without_a_service_fail_in_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "nothing runs in" in said(capsys, *command.split(), "--state", tmp_path, rc=1)
+    assert "nothing runs in" in output_of(capsys, *command.split(), "--state", tmp_path, rc=1)
     StateStore(tmp_path / "state.db").close()
-    assert "nothing runs in" in said(capsys, *command.split(), "--state", tmp_path, rc=1)
+    assert "nothing runs in" in output_of(capsys, *command.split(), "--state", tmp_path, rc=1)
 
 
 def test_damaged_state_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "state.db").write_bytes(b"rubbish" * 1000)
-    assert "state.db is damaged" in said(capsys, "status", "--state", tmp_path, rc=2)
+    assert "state.db is damaged" in output_of(capsys, "status", "--state", tmp_path, rc=2)
 
 
 def test_status_of_a_lost_gateway_shows_its_last_wanted_replicas(
-    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+    folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = StateStore(folder / "state.db")
     store.set("gateway", {**store.get("gateway"), "started": 1})
     store.set("wanted", {"replicas": [{"id": "t@east#2/0", "model": "words"}]})
     store.close()
-    text = said(capsys, "status", "--state", folder)
+    text = output_of(capsys, "status", "--state", folder)
     assert "gateway is gone, controller runs" in text
     assert "missing: t@east#2/0: no engine is there for it" in text
-    assert "no gateway runs" in said(capsys, "top", "--once", "--state", folder, rc=1)
-    assert port.asked == []
+    assert "no gateway runs" in output_of(capsys, "top", "--once", "--state", folder, rc=1)
+    assert admin_port.asked == []
 
 
 def test_top_frame_fits_eighty_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "top", "--once", "--every", "0.2", "--state", folder)
+    text = output_of(capsys, "top", "--once", "--every", "0.2", "--state", folder)
     assert max(map(len, text.splitlines())) <= 80
     row = next(line for line in text.splitlines() if line.startswith("words"))
     assert float(row.split()[1]) > 1.0, "ten more answers than at the reading before"
@@ -208,83 +208,85 @@ def test_top_frame_fits_eighty_columns(folder: Path, capsys: pytest.CaptureFixtu
 def test_logs_are_selected_by_engine_replica_or_role(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "words-1" in said(capsys, "logs", "--state", folder)
-    assert said(capsys, "logs", "words-1", "--state", folder) == "long ago\nfirst\nsecond\n"
-    assert said(capsys, "logs", "t@east#0/0", "--lines", "1", "--state", folder) == "second\n"
-    assert "did you mean 'words-1'" in said(capsys, "logs", "words-9", "--state", folder, rc=2)
+    assert "words-1" in output_of(capsys, "logs", "--state", folder)
+    assert output_of(capsys, "logs", "words-1", "--state", folder) == "long ago\nfirst\nsecond\n"
+    assert output_of(capsys, "logs", "t@east#0/0", "--lines", "1", "--state", folder) == "second\n"
+    assert "did you mean 'words-1'" in output_of(capsys, "logs", "words-9", "--state", folder, rc=2)
 
 
 def test_events_command_prints_stored_events(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "start    words-2 for t@east#1/0  (the plan wants it)" in said(capsys, "events", "--state", folder)
-    (line,) = said(capsys, "events", "--json", "--state", folder).splitlines()
+    assert "start    words-2 for t@east#1/0  (the plan wants it)" in output_of(
+        capsys, "events", "--state", folder
+    )
+    (line,) = output_of(capsys, "events", "--json", "--state", folder).splitlines()
     assert json.loads(line)["why"] == "the plan wants it"
 
 
 def test_cordon_is_sent_to_the_gateway_for_a_replica_or_a_host(
-    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+    folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("east#0/0", "words-1"):
-        text = said(capsys, "cordon", name, "--state", folder)
+        text = output_of(capsys, "cordon", name, "--state", folder)
         assert text == "t@east#0/0 is sent nothing new\ncordoned: h:1\n"
-        assert port.asked[-1] == ("POST /cordon", {"replica": "t@east#0/0"})
-    at = ("--at", port.url, "--key-file", folder / "admin.key")
-    assert "is sent requests again" in said(capsys, "uncordon", "east#0/0", *at)
-    assert port.asked[-1] == ("POST /uncordon", {"replica": "t@east#0/0"})
-    assert json.loads(said(capsys, "cordon", "10.0.0.5", *at, "--json"))["cordoned"] == ["h:1"]
-    assert port.asked[-1] == ("POST /cordon", {"node": "10.0.0.5"})
-    assert "is a part of several" in said(capsys, "cordon", "east", "--state", folder, rc=2)
-    assert "leave out --state" in said(capsys, "cordon", "x", *at, "--state", folder, rc=2)
+        assert admin_port.asked[-1] == ("POST /cordon", {"replica": "t@east#0/0"})
+    at = ("--at", admin_port.url, "--key-file", folder / "admin.key")
+    assert "is sent requests again" in output_of(capsys, "uncordon", "east#0/0", *at)
+    assert admin_port.asked[-1] == ("POST /uncordon", {"replica": "t@east#0/0"})
+    assert json.loads(output_of(capsys, "cordon", "10.0.0.5", *at, "--json"))["cordoned"] == ["h:1"]
+    assert admin_port.asked[-1] == ("POST /cordon", {"node": "10.0.0.5"})
+    assert "is a part of several" in output_of(capsys, "cordon", "east", "--state", folder, rc=2)
+    assert "leave out --state" in output_of(capsys, "cordon", "x", *at, "--state", folder, rc=2)
 
 
 def test_drain_is_sent_to_the_gateway_and_marks_its_engine_as_leaving(
-    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+    folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "replica: unknown 'x'" in said(capsys, "drain", "t@east#1/0", "--state", folder, rc=2)
+    assert "replica: unknown 'x'" in output_of(capsys, "drain", "t@east#1/0", "--state", folder, rc=2)
     store = StateStore(folder / "state.db")
     assert leaving(store) == frozenset()
-    assert "is a part of several" in said(capsys, "drain", "east", "--state", folder, rc=2)
-    assert "did you mean 't@east#" in said(capsys, "drain", "t@east#2/0", "--state", folder, rc=2)
-    assert len(port.asked) == 1
+    assert "is a part of several" in output_of(capsys, "drain", "east", "--state", folder, rc=2)
+    assert "did you mean 't@east#" in output_of(capsys, "drain", "t@east#2/0", "--state", folder, rc=2)
+    assert len(admin_port.asked) == 1
     for name in ("t@east#0/0", "#0/0", "words-1"):
-        assert "t@east#0/0 drains; 3 requests are open" in said(capsys, "drain", name, "--state", folder)
-    assert port.asked[-1] == ("POST /drain", {"replica": "t@east#0/0"})
+        assert "t@east#0/0 drains; 3 requests are open" in output_of(capsys, "drain", name, "--state", folder)
+    assert admin_port.asked[-1] == ("POST /drain", {"replica": "t@east#0/0"})
     assert leaving(store) == {"words-1"}
     last = store.happenings()[-1]
     assert (last.kind, last.what, last.why) == ("drain", "t@east#0/0", "by hand")
 
 
 def test_flip_reports_how_long_the_role_holds(
-    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+    folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said(capsys, "flip", "t@east#0/0", "decode", "--state", folder)
+    text = output_of(capsys, "flip", "t@east#0/0", "decode", "--state", folder)
     assert "is decode until you flip it back to prefill" in text
-    assert port.asked == [("POST /flip", {"replica": "t@east#0/0", "role": "decode"})]
-    assert "by hand" in said(capsys, "events", "--state", folder)
-    assert "mixed" in said(capsys, "flip", "t@east#0/0", "mixed", "--state", folder, rc=2)
+    assert admin_port.asked == [("POST /flip", {"replica": "t@east#0/0", "role": "decode"})]
+    assert "by hand" in output_of(capsys, "events", "--state", folder)
+    assert "mixed" in output_of(capsys, "flip", "t@east#0/0", "mixed", "--state", folder, rc=2)
 
 
 def test_scale_makes_a_plan_version_that_holds_until_auto(
-    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+    folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said(capsys, "scale", "t@east=3", "--state", folder)
+    text = output_of(capsys, "scale", "t@east=3", "--state", folder)
     assert "plan 2: t@east=3, $2.25/h (was $1.50/h)" in text
     assert "scaling (cauchy) goes on from there" in text
-    what, body = port.asked[-1]
+    what, body = admin_port.asked[-1]
     assert what == "PUT /plan?why=by%20hand%3A%20t%40east%3D3&version=2", "one number everywhere"
     assert plan_from_json(json.dumps(body)).deployments == (Deployment("t", "east", 3),)
     store = StateStore(folder / "state.db")
     newest = store.plan()
     assert newest is not None
     assert (newest.version, newest.reason) == (2, "by hand: t@east=3")
-    assert "nothing changed" in said(capsys, "scale", "t@east=3", "--state", folder)
-    text = said(capsys, "scale", "--auto", "--state", folder)
+    assert "nothing changed" in output_of(capsys, "scale", "t@east=3", "--state", folder)
+    text = output_of(capsys, "scale", "--auto", "--state", folder)
     assert "plan 3: the planner's plan 1 holds again, $1.50/h (was $2.25/h)" in text
-    what, body = port.asked[-1]
+    what, body = admin_port.asked[-1]
     assert what == "PUT /plan?why=handed%20back%3A%20as%20version%201&version=3"
     assert plan_from_json(json.dumps(body)) == PLAN, "as it was before any was made by hand"
     assert (store.plan() or newest).plan == PLAN
-    assert "nothing changed" in said(capsys, "scale", "--auto", "--state", folder)
-    assert "nothing is left to serve words" in said(capsys, "scale", "t@east=0", "--state", folder)
+    assert "nothing changed" in output_of(capsys, "scale", "--auto", "--state", folder)
+    assert "nothing is left to serve words" in output_of(capsys, "scale", "t@east=0", "--state", folder)
     for wrong, line in (
         ("t@east", "not of that form"),
         ("u@east=1", "unknown 'u'"),
@@ -292,13 +294,13 @@ def test_scale_makes_a_plan_version_that_holds_until_auto(
         ("t@west=1", "REGION: west has not all that a copy needs (1xA10); east has"),
         ("t@east=99", "COUNT: 99 cannot be had: east has 4 x 1xA10, enough for 4; ask for 4 at most"),
     ):
-        before = len(port.asked)
-        assert line in said(capsys, "scale", wrong, "--state", folder, rc=2)
-        assert len(port.asked) == before, "nothing was told"
-    assert "and not both" in said(capsys, "scale", "--state", folder, rc=2)
+        before = len(admin_port.asked)
+        assert line in output_of(capsys, "scale", wrong, "--state", folder, rc=2)
+        assert len(admin_port.asked) == before, "nothing was told"
+    assert "and not both" in output_of(capsys, "scale", "--state", folder, rc=2)
 
 
-def _sleeper(folder: Path, name: str, **marks: str) -> ProcessId:
+def _sleeping_process(folder: Path, name: str, **marks: str) -> ProcessId:
     return spawn(["sleep", "60"], marks, folder / f"{name}.log")
 
 
@@ -306,11 +308,11 @@ def test_down_is_carried_out_by_a_running_controller(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = StateStore(tmp_path / "state.db")
-    controller, gateway = _sleeper(tmp_path, "controller"), _sleeper(tmp_path, "gateway")
+    controller, gateway = _sleeping_process(tmp_path, "controller"), _sleeping_process(tmp_path, "gateway")
     try:
         store.set("controller", {"pid": controller.number, "started": controller.started})
         store.set("gateway", {"pid": gateway.number, "started": gateway.started})
-        assert said(capsys, "down", "--state", tmp_path) == "stopped\n"
+        assert output_of(capsys, "down", "--state", tmp_path) == "stopped\n"
         assert not alive(controller)
         assert alive(gateway), "that is its controller's to end"
     finally:
@@ -322,16 +324,16 @@ def test_down_ends_all_processes_without_a_controller(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = StateStore(tmp_path / "state.db")
-    gateway, engine = _sleeper(tmp_path, "gateway"), _sleeper(tmp_path, "engine")
-    unwritten = _sleeper(tmp_path, "unwritten", **{OWNER_MARK: owner_of(store), NAME_MARK: "w"})
-    stranger = _sleeper(tmp_path, "stranger")
+    gateway, engine = _sleeping_process(tmp_path, "gateway"), _sleeping_process(tmp_path, "engine")
+    unwritten = _sleeping_process(tmp_path, "unwritten", **{OWNER_MARK: owner_of(store), NAME_MARK: "w"})
+    stranger = _sleeping_process(tmp_path, "stranger")
     try:
         store.set("controller", {"pid": os.getpid(), "started": 1})
         store.set("gateway", {"pid": gateway.number, "started": gateway.started})
         place = {"pid": engine.number, "started": engine.started}
         store.put(EngineInstance("w-1", EngineSpec("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
         assert store.claim("one that was killed", time.time(), 0.5) is not None
-        assert said(capsys, "down", "--state", tmp_path) == "stopped\n"
+        assert output_of(capsys, "down", "--state", tmp_path) == "stopped\n"
         assert not any(map(alive, (gateway, engine, unwritten)))
         assert alive(stranger)
         assert store.instances() == ()
@@ -348,19 +350,19 @@ def test_only_running_service_is_selected_without_a_name(
     home.mkdir()
     monkeypatch.setattr("potluck.cli.fleet.service.STATE", home)
     for command in (["status"], ["top", "--once"], ["down"]):
-        assert "potluck: nothing runs; start it with" in said(capsys, *command, rc=1)
+        assert "potluck: nothing runs; start it with" in output_of(capsys, *command, rc=1)
     (home / "one").symlink_to(folder)
     StateStore(home / "two" / "state.db").close()
-    assert "plan 1 (auto)" in said(capsys, "status")
-    assert "answers at http://127.0.0.1:1 " in said(capsys, "bench", rc=2)
+    assert "plan 1 (auto)" in output_of(capsys, "status")
+    assert "answers at http://127.0.0.1:1 " in output_of(capsys, "bench", rc=2)
     (home / "three").symlink_to(folder)
-    assert "several run: " in said(capsys, "status", rc=2)
+    assert "several run: " in output_of(capsys, "status", rc=2)
     for name in ("one", "three"):
         (home / name).unlink()
     StateStore(home / "four" / "state.db").close()
     for command in (["status"], ["top", "--once"], ["down"], ["cordon", "x"], ["events", "--follow"]):
-        assert said(capsys, *command, rc=1) == "potluck: nothing runs; start it with `potluck up`\n"
-    assert "nothing runs now, and several have ended: " in said(capsys, "logs", rc=2)
+        assert output_of(capsys, *command, rc=1) == "potluck: nothing runs; start it with `potluck up`\n"
+    assert "nothing runs now, and several have ended: " in output_of(capsys, "logs", rc=2)
 
 
 def test_engines_without_a_controller_are_found_as_running(
@@ -369,12 +371,12 @@ def test_engines_without_a_controller_are_found_as_running(
     monkeypatch.setattr("potluck.cli.fleet.service.STATE", tmp_path)
     StateStore(tmp_path / "ended" / "state.db").close()
     store = StateStore(tmp_path / "left" / "state.db")
-    engine = _sleeper(tmp_path, "engine")
+    engine = _sleeping_process(tmp_path, "engine")
     try:
         place = {"pid": engine.number, "started": engine.started}
         store.put(EngineInstance("w-1", EngineSpec("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
-        assert "gateway is gone, controller is gone" in said(capsys, "status")
-        assert said(capsys, "down") == "stopped\n"
+        assert "gateway is gone, controller is gone" in output_of(capsys, "status")
+        assert output_of(capsys, "down") == "stopped\n"
         assert not alive(engine)
     finally:
         end(engine, insist=True)

@@ -116,7 +116,7 @@ def test_compare_names_strategies_that_do_not_apply_to_a_pool(
     assert "thunderserve plans one model at a time" in caught.err
 
 
-def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
+def replan_steps(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
     assert run(["replan", *options, "--json", "--time-limit", "3"]) == 0
     return {load["step"]: load for load in json.loads(capsys.readouterr().out)["answers"]}
 
@@ -125,12 +125,12 @@ def test_replan_avoids_lost_named_machines(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new.json"
-    result = answers([*files, "--lose", "node1,node2", "--out", str(out)], capsys)
+    result = replan_steps([*files, "--lose", "node1,node2", "--out", str(out)], capsys)
     assert result["reroute"]["served_fraction"] <= result["flip"]["served_fraction"] + 1e-6
     plan = plan_from_json(out.read_text())
     assert not {m for t in plan.templates for m in t.machines} & {"node1", "node2"}
     assert sum(plan.nodes.values()) <= 2
-    assert answers([*files, "--lose", "pool:2xA5000=1"], capsys)["reallocate"]["served_fraction"] > 0
+    assert replan_steps([*files, "--lose", "pool:2xA5000=1"], capsys)["reallocate"]["served_fraction"] > 0
 
 
 @pytest.mark.slow
@@ -141,10 +141,10 @@ def test_replan_accepts_a_workload_of_other_lengths(
     rows = [f"2023-11-16 18:00:{i:02d}.0,{100 + 10 * i},{20 + i}" for i in range(40)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     for text in ("chat=coding", str(trace)):
-        assert answers([*files, "--workload", text], capsys)["reallocate"]["served_fraction"] > 0, text
-    assert answers([*files, "--workload", "900/200"], capsys)["reroute"]["served_fraction"] == pytest.approx(
-        plan_from_json(Path(files[0]).read_text()).fraction
-    )
+        assert replan_steps([*files, "--workload", text], capsys)["reallocate"]["served_fraction"] > 0, text
+    assert replan_steps([*files, "--workload", "900/200"], capsys)["reroute"][
+        "served_fraction"
+    ] == pytest.approx(plan_from_json(Path(files[0]).read_text()).fraction)
 
 
 def test_replan_truncates_prompts_beyond_the_context_and_reports_it(
@@ -159,7 +159,7 @@ def test_replan_accepts_slower_links_between_machines(
 ) -> None:
     names = [f"node{i}" for i in range(4)]
     slow = [f"{a}:{b}=0.05gbps" for a in names for b in names if a != b]
-    result = answers([*files, *(text for item in slow for text in ("--link", item))], capsys)
+    result = replan_steps([*files, *(text for item in slow for text in ("--link", item))], capsys)
     assert result["reroute"]["served_fraction"] <= 1
 
 

@@ -46,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(plan), str(spec)
 
 
-def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
+def replan_steps(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
     assert run(["replan", *options, "--averages", "--json"]) == 0
     return {load["step"]: load for load in json.loads(capsys.readouterr().out)["answers"]}
 
@@ -55,7 +55,7 @@ def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
 def test_replan_without_a_change_answers_with_reroute(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert answers(list(files), capsys)["reroute"]["served_fraction"] == 1
+    assert replan_steps(list(files), capsys)["reroute"]["served_fraction"] == 1
     assert run(["replan", *files, "--averages"]) == 0
     out = capsys.readouterr().out
     assert "reroute (best)" in out
@@ -68,7 +68,7 @@ def test_replan_after_lost_nodes_reallocates_and_writes_the_plan(
     plan = plan_from_json(Path(files[0]).read_text())
     (region, node), count = max(plan.nodes.items(), key=lambda item: item[1])
     out = tmp_path / "new.json"
-    result = answers([*files, "--lose", f"{region}:{node}={count}", "--out", str(out)], capsys)
+    result = replan_steps([*files, "--lose", f"{region}:{node}={count}", "--out", str(out)], capsys)
     assert result["reroute"]["served_fraction"] < 1
     assert result["reallocate"]["served_fraction"] > result["reroute"]["served_fraction"]
     assert result["reallocate"]["time_s"] > 30
@@ -78,7 +78,7 @@ def test_replan_after_lost_nodes_reallocates_and_writes_the_plan(
 def test_replan_accepts_a_higher_rate_and_a_slower_link(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = answers([*files, "--rate", "chat=3x", "--link", "home:lab=0.5gbps"], capsys)
+    result = replan_steps([*files, "--rate", "chat=3x", "--link", "home:lab=0.5gbps"], capsys)
     assert result["reroute"]["served_fraction"] < 1
     assert result["reallocate"]["served_fraction"] == pytest.approx(1)
 
@@ -164,7 +164,7 @@ def test_lost_nodes_are_taken_from_rented_ones(tmp_path: Path, capsys: pytest.Ca
     assert both["reallocate"]["served_fraction"] == 1
 
 
-class Told:
+class RecordingService:
     """Stands for a service that runs: what it is told is put into force."""
 
     gateway_lives = True
@@ -186,7 +186,7 @@ def test_replan_answer_that_misses_is_applied_only_with_yes(
     spec.write_text(CHANCE % 2)
     assert run(["plan", str(spec), "--averages", "--what-if", "office:1xL4=0", "--out", str(plan)]) == 0
     capsys.readouterr()
-    service = Told(plan_from_json(plan.read_text()), spec)
+    service = RecordingService(plan_from_json(plan.read_text()), spec)
     monkeypatch.setattr(replan_module, "opened", lambda _: nullcontext(service))
     monkeypatch.setattr(replan_module, "live_of", lambda _: service.live)
     monkeypatch.setenv("COLUMNS", "200")
@@ -210,7 +210,7 @@ def test_applied_replan_answer_compares_costs_with_the_same_charges(
     assert run(["plan", str(spec), "--averages", "--what-if", "office:1xL4=0", "--out", str(out)]) == 0
     plan = plan_from_json(out.read_text())
     assert plan.total_usd_per_h == plan.cost_usd_per_h + 0.5
-    service: Any = Told(plan, spec)
+    service: Any = RecordingService(plan, spec)
     answer: Any = SimpleNamespace(plan=replace(plan, deployments=()), step="flip", cost_usd_per_h=1.3)
     monkeypatch.setattr(replan_module, "with_gateway", lambda _: None)
     assert f"$1.30/h (was ${plan.total_usd_per_h:.2f}/h)" in replan_module.apply(

@@ -12,7 +12,7 @@ from potluck.cli.main import run
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+def simulated_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("replay")
     spec, plan, log = folder / "potluck.yaml", folder / "plan.json", folder / "run.log"
     spec.write_text(SPEC)
@@ -22,9 +22,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 
 def test_replay_accepts_a_log_and_detects_a_changed_one(
-    made: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    simulated_log: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = made[2]
+    log = simulated_log[2]
     capsys.readouterr()
     assert run(["replay", str(log)]) == 0
     assert "in 1 run: all the same" in capsys.readouterr().out
@@ -45,14 +45,14 @@ def test_replay_accepts_a_log_and_detects_a_changed_one(
 
 
 def test_truncated_log_is_read_with_a_note_and_an_invalid_one_refused(
-    made: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    simulated_log: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cut = tmp_path / "cut.log"
-    cut.write_bytes(made[2].read_bytes()[:-5])
+    cut.write_bytes(simulated_log[2].read_bytes()[:-5])
     capsys.readouterr()
     assert run(["replay", str(cut)]) == 0
     assert "is cut off and was passed over" in capsys.readouterr().err
-    assert run(["simulate", *map(str, made[:2]), "--from-log", str(cut), "--json"]) == 0
+    assert run(["simulate", *map(str, simulated_log[:2]), "--from-log", str(cut), "--json"]) == 0
     shown = capsys.readouterr()
     assert "is cut off and was passed over" in shown.err
     assert json.loads(shown.out)
@@ -70,12 +70,12 @@ def test_truncated_log_is_read_with_a_note_and_an_invalid_one_refused(
 
 
 def test_simulate_from_log_reproduces_its_requests(
-    made: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    simulated_log: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan, spec, log = map(str, made)
+    plan, spec, log = map(str, simulated_log)
     again = tmp_path / "again.log"
     assert run(["simulate", plan, spec, "--from-log", log, "--log", str(again)]) == 0
-    assert again.read_bytes() == made[2].read_bytes()
+    assert again.read_bytes() == simulated_log[2].read_bytes()
     assert run(["simulate", plan, spec, "--from-log", log, "--requests", "30", "--rate", "2", "--json"]) == 0
     capsys.readouterr()
     assert run(["simulate", plan, spec, "--from-log", log, "--workload", "sharegpt"]) == 2

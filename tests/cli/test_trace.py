@@ -39,7 +39,7 @@ def mooncake(tmp_path: Path) -> Path:
     return path
 
 
-def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def error_line(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert run([str(argument) for argument in arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -124,7 +124,7 @@ def test_converted_sharegpt_trace_gets_poisson_arrivals(
     assert gaps.mean() == pytest.approx(0.2, rel=0.1)
     assert gaps.std() / gaps.mean() == pytest.approx(1.0, abs=0.1)
     capsys.readouterr()
-    assert "has no arrival times" in fails(capsys, "trace", "convert", path, "--out", out)
+    assert "has no arrival times" in error_line(capsys, "trace", "convert", path, "--out", out)
     assert run(["trace", "stats", str(path)]) == 0
     assert "estimated" in capsys.readouterr().out
 
@@ -133,23 +133,23 @@ def test_trace_commands_refuse_invalid_input_in_one_line(
     azure: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.csv"
-    assert "none.csv: does not exist" in fails(capsys, "trace", "stats", tmp_path / "none.csv")
+    assert "none.csv: does not exist" in error_line(capsys, "trace", "stats", tmp_path / "none.csv")
     azure.write_text(AZURE.replace("396", "-3"))
-    assert "a.csv:3: ContextTokens must be between" in fails(capsys, "trace", "stats", azure)
+    assert "a.csv:3: ContextTokens must be between" in error_line(capsys, "trace", "stats", azure)
     azure.write_text(AZURE.replace("18:15:56", "18:15:16"))
-    assert "a.csv:4: TIMESTAMP goes back by" in fails(
+    assert "a.csv:4: TIMESTAMP goes back by" in error_line(
         capsys, "trace", "convert", azure, "--rate", 3, "--out", out
     )
     azure.write_text(AZURE.replace("GeneratedTokens", "Tokens"))
-    assert "'GeneratedTokens' is missing" in fails(capsys, "trace", "convert", azure, "--out", out)
-    assert "--rate" in fails(capsys, "trace", "convert", azure, "--rate", 0, "--out", out)
-    unknown = fails(capsys, "trace", "make", "nonsense-name", "--rate", 1, "--out", out)
+    assert "'GeneratedTokens' is missing" in error_line(capsys, "trace", "convert", azure, "--out", out)
+    assert "--rate" in error_line(capsys, "trace", "convert", azure, "--rate", 0, "--out", out)
+    unknown = error_line(capsys, "trace", "make", "nonsense-name", "--rate", 1, "--out", out)
     assert unknown.endswith("NAME: unknown 'nonsense-name' (`potluck catalog workloads` lists them)")
-    assert "--rate: is needed" in fails(capsys, "trace", "make", "prfaas", "--out", out)
-    assert "neither .csv nor .jsonl" in fails(
+    assert "--rate: is needed" in error_line(capsys, "trace", "make", "prfaas", "--out", out)
+    assert "neither .csv nor .jsonl" in error_line(
         capsys, "trace", "make", "coding", "--rate", 1, "--out", tmp_path / "x"
     )
-    assert "cannot be written" in fails(
+    assert "cannot be written" in error_line(
         capsys, "trace", "make", "coding", "--rate", 1, "--out", tmp_path / "no" / "x.csv"
     )
 

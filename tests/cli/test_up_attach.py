@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_services import WITHIN_S, said
+from cli_services import WITHIN_S, output_of
 from stub_servers import Answers, StubServer, listing, llama_cpp, ollama, sglang, vllm
 
 from potluck.cli.up.attach import (
@@ -295,7 +295,7 @@ def test_options_for_own_engines_are_refused_with_attach(
     tmp_path: Path, options: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = roster(tmp_path, "url: 'http://127.0.0.1:1', model: m")
-    said(capsys, "up", "--attach", file, *options, rc=2)
+    output_of(capsys, "up", "--attach", file, *options, rc=2)
 
 
 def test_attached_service_listens_on_the_given_host(
@@ -313,7 +313,7 @@ def test_attached_service_listens_on_the_given_host(
     monkeypatch.setattr("potluck.cli.up.run_service.run_stack", run_stack)
     file = roster(tmp_path, f"url: '{start(vllm('m')).url}'")
     for state, options in (("one", ()), ("two", ("--host", "0.0.0.0"))):
-        said(capsys, "up", "--attach", file, "--state", tmp_path / state, *options)
+        output_of(capsys, "up", "--attach", file, "--state", tmp_path / state, *options)
     assert hosts == ["127.0.0.1", "0.0.0.0"]
 
 
@@ -336,18 +336,18 @@ def test_attached_service_is_shown_and_stopped_like_any_other(
         assert (ready["models"], ready["cost_usd_per_h"], ready["unserved"]) == (["m"], None, {})
         assert [item["usable"] for item in ready["servers"]] == [True, False]
         assert f":{late_port} cannot be reached" in ready["servers"][1]["reason"]
-        shown = said(capsys, "status", "--state", state)
+        shown = output_of(capsys, "status", "--state", state)
         assert "hardware and price unknown" in shown
         assert f"http://127.0.0.1:{late_port} cannot be reached" in shown
         start(vllm("m"), port=late_port)
         until_s = time.monotonic() + WITHIN_S
-        while len(json.loads(said(capsys, "status", "--json", "--state", state))["replicas"]) < 2:
+        while len(json.loads(output_of(capsys, "status", "--json", "--state", state))["replicas"]) < 2:
             assert time.monotonic() < until_s, "the late server is not used"
             time.sleep(0.2)
-        assert "price unknown" in said(capsys, "top", "--once", "--every", "0.2", "--state", state)
-        events = said(capsys, "events", "--state", state)
+        assert "price unknown" in output_of(capsys, "top", "--once", "--every", "0.2", "--state", state)
+        events = output_of(capsys, "events", "--state", state)
         assert f"http://127.0.0.1:{late_port} is not used" in events
-        said(capsys, "down", "--state", state)
+        output_of(capsys, "down", "--state", state)
         assert process.wait(WITHIN_S) == 0
     finally:
         watchdog.cancel()

@@ -127,7 +127,7 @@ def test_unknown_gpu_is_refused_with_the_fields_to_add() -> None:
 
 
 @pytest.fixture
-def large(tmp_path: Path) -> Path:
+def large_model(tmp_path: Path) -> Path:
     """A model that fills a small GPU's memory; only its description."""
     folder = tmp_path / "large"
     folder.mkdir()
@@ -141,13 +141,13 @@ def large(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [{"L4": 1, "A10": 2}, {"A100-80": 1, "L4": 3}, {"H200": 1}])
 def test_plan_uses_exactly_the_gpus_of_the_machine(
-    counts: dict[str, int], large: Path, tmp_path: Path
+    counts: dict[str, int], large_model: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "spec.yaml"
-    path.write_text(spec_text(large, "large", Counter(counts), 1.0))
+    path.write_text(spec_text(large_model, "large", Counter(counts), 1.0))
     spec = load_spec(path)
     rate_per_s, make = planned_for_all(spec, PlanChoices(10.0, here=True, single=True), lambda line: None)
-    path.write_text(spec_text(large, "large", Counter(counts), rate_per_s))
+    path.write_text(spec_text(large_model, "large", Counter(counts), rate_per_s))
     plan = make(load_spec(path)).plan
     assert plan.nodes == {("here", f"1x{gpu}"): count for gpu, count in counts.items()}, (
         "all of them, no more"
@@ -158,12 +158,12 @@ def test_plan_uses_exactly_the_gpus_of_the_machine(
     assert rate_per_s > 0.5
 
 
-def test_model_too_large_for_one_gpu_is_planned_as_a_pipeline(large: Path, tmp_path: Path) -> None:
+def test_model_too_large_for_one_gpu_is_planned_as_a_pipeline(large_model: Path, tmp_path: Path) -> None:
     """28 GB of weights: an A100 holds them, an L4 does not, two of these do."""
-    config = json.loads((large / "config.json").read_text())
-    (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 64}))
+    config = json.loads((large_model / "config.json").read_text())
+    (large_model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 64}))
     path, counts = tmp_path / "spec.yaml", Counter({"L4": 2, "A100-40": 1})
-    path.write_text(spec_text(large, "large", counts, 1.0, {"ttft_ms": 8000, "tpot_ms": 400}))
+    path.write_text(spec_text(large_model, "large", counts, 1.0, {"ttft_ms": 8000, "tpot_ms": 400}))
     spec = load_spec(path)
     choices = for_this_machine(PlanChoices(10.0), spec)
     assert choices == PlanChoices(10.0, here=True, single=False)
@@ -177,7 +177,7 @@ def test_model_too_large_for_one_gpu_is_planned_as_a_pipeline(large: Path, tmp_p
     assert all(
         node.tp == 1 for replica in replicas for stage in replica.layout.stages for node in stage.nodes
     )
-    chips = (_chip("L4", "a"), _chip("A100-SXM4-40GB", "b"), _chip("L4", "c"))
+    chips = (_local_gpu("L4", "a"), _local_gpu("A100-SXM4-40GB", "b"), _local_gpu("L4", "c"))
     engine_commands = maker_of(spec, chips, "cpu")
     for layout in pipelines:
         command = engine_commands.command(EngineSpec("large", layout, "here"), 1, 2)
@@ -187,13 +187,13 @@ def test_model_too_large_for_one_gpu_is_planned_as_a_pipeline(large: Path, tmp_p
         assert int(command[command.index("--kv-blocks") + 1]) > 64
 
 
-def _chip(name: str, uuid: str) -> LocalGpu:
+def _local_gpu(name: str, uuid: str) -> LocalGpu:
     return LocalGpu(0, f"GPU-{uuid}", f"NVIDIA {name}", 40 * GB)
 
 
-def test_larger_gpu_of_a_pipeline_gets_more_layers(large: Path, tmp_path: Path) -> None:
+def test_larger_gpu_of_a_pipeline_gets_more_layers(large_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
-    path.write_text(spec_text(large, "large", Counter({"L4": 1, "A100-40": 1}), 1.0))
+    path.write_text(spec_text(large_model, "large", Counter({"L4": 1, "A100-40": 1}), 1.0))
     flags = flags_of(load_spec(path))
 
     def blocks(*layers: int) -> int:
@@ -205,17 +205,17 @@ def test_larger_gpu_of_a_pipeline_gets_more_layers(large: Path, tmp_path: Path) 
     assert blocks(16, 16) > int(flags(EngineSpec("large", single("1xL4", 1, 32), "here"))[1])
 
 
-def test_model_that_fits_no_gpu_is_refused(large: Path, tmp_path: Path) -> None:
-    config = json.loads((large / "config.json").read_text())
-    (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 120}))
+def test_model_that_fits_no_gpu_is_refused(large_model: Path, tmp_path: Path) -> None:
+    config = json.loads((large_model / "config.json").read_text())
+    (large_model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 120}))
     path = tmp_path / "spec.yaml"
-    path.write_text(spec_text(large, "large", Counter({"L4": 2}), 1.0))
+    path.write_text(spec_text(large_model, "large", Counter({"L4": 2}), 1.0))
     with pytest.raises(CapacityError, match="large"):
         planned_for_all(load_spec(path), PlanChoices(10.0, here=True, single=True), lambda line: None)
 
 
 @dataclass(frozen=True)
-class Sleeper(EngineCommands):
+class SleepingEngines(EngineCommands):
     def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
         EngineCommands.command(self, engine_spec, port, kv_port)
         return [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -223,7 +223,7 @@ class Sleeper(EngineCommands):
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
-    maker = Sleeper("gpu", chips=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"), ("1xA10", "GPU-c")))
+    maker = SleepingEngines("gpu", chips=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"), ("1xA10", "GPU-c")))
     yield LocalLauncher(maker, tmp_path, str(tmp_path), free=lambda: None)
     for pid in engines_of(str(tmp_path)):
         end(pid, insist=True)
@@ -273,7 +273,7 @@ def test_pipeline_gets_a_gpu_for_each_stage_in_order(launcher: LocalLauncher) ->
 
 
 @dataclass(frozen=True)
-class Family(EngineCommands):
+class EnginesWithWorkers(EngineCommands):
     """Engines with a worker in a session of its own, as those of a pipeline are."""
 
     def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
@@ -286,7 +286,10 @@ def test_pipeline_workers_live_and_end_with_their_engine(tmp_path: Path) -> None
     """Nobody takes them for engines that were forgotten; and if their engine is killed they are."""
     owner = str(tmp_path / "state.db")
     launcher = LocalLauncher(
-        Family("gpu", chips=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"))), tmp_path, owner, free=lambda: None
+        EnginesWithWorkers("gpu", chips=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"))),
+        tmp_path,
+        owner,
+        free=lambda: None,
     )
     engine_spec = EngineSpec("m", _pipeline((3, "1xL4"), (5, "1xA10")), "here")
     assert [stage.layers for stage in parse_stages(stages_of(engine_spec)[1])] == [3, 5], (
@@ -323,7 +326,7 @@ def test_weights_are_read_from_the_folder_of_the_spec(
         weights = f"  weights: {{place: {place}, path: store, gb_per_s: 0.001}}\n  slo:"
         spec.write_text(text.replace("  slo:", weights, 1))
         with pytest.raises(InputError, match="models: words: weights: path: ") as error:
-            maker_of(load_spec(spec), (_chip("L4", "a"),))
+            maker_of(load_spec(spec), (_local_gpu("L4", "a"),))
         return str(error.value)
 
     assert "store is no directory that is there" in problem()
@@ -334,7 +337,7 @@ def test_weights_are_read_from_the_folder_of_the_spec(
     shutil.copy(shipped_model() / "config.json", store / "words")
     assert "has no weights (*.safetensors)" in problem()
     (store / "words" / "model.safetensors").touch()
-    engine_commands = maker_of(load_spec(spec), (_chip("L4", "a"),))
+    engine_commands = maker_of(load_spec(spec), (_local_gpu("L4", "a"),))
     assert engine_commands.files == (("words", store / "words"),)
     command = engine_commands.command(EngineSpec("words", single("1xL4", 1, 6), "here"), 1, 2)
     assert command[command.index("--model") + 1] == str(store / "words")
@@ -344,10 +347,10 @@ def test_weights_are_read_from_the_folder_of_the_spec(
     assert start_share(inputs.problem, startups=startups_of(inputs.spec)) > start_share(inputs.problem)
 
 
-def test_vllm_gets_the_planned_context_and_memory_share(large: Path, tmp_path: Path) -> None:
-    path, config = tmp_path / "spec.yaml", large / "config.json"
+def test_vllm_gets_the_planned_context_and_memory_share(large_model: Path, tmp_path: Path) -> None:
+    path, config = tmp_path / "spec.yaml", large_model / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 131072}))
-    path.write_text(spec_text(large, "large", Counter({"L4": 1}), 1.0))
+    path.write_text(spec_text(large_model, "large", Counter({"L4": 1}), 1.0))
     spec, engine_spec = load_spec(path), EngineSpec("large", single("1xL4", 1, 32), "here")
     words = vllm_flags(spec, PLAN, False)(engine_spec)
     longest, share = int(words[1]), float(words[3])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_services import WITHIN_S, service_up
+from cli_services import WITHIN_S, running_service
 from live_plans import MODEL
 
 from potluck.control.local_stack import living
@@ -25,7 +25,7 @@ def children_of(pid: int) -> list[int]:
     return [int(part) for part in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def asked(url: str, heard: Callable[[bytes], None] = lambda data: None) -> tuple[bytes, bool]:
+def stream_completion(url: str, heard: Callable[[bytes], None] = lambda data: None) -> tuple[bytes, bool]:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=WITHIN_S)
     body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
     data = b""
@@ -43,7 +43,7 @@ def asked(url: str, heard: Callable[[bytes], None] = lambda data: None) -> tuple
         connection.close()
 
 
-def until(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     until_s = time.monotonic() + WITHIN_S
     while not holds():
         assert time.monotonic() < until_s
@@ -53,7 +53,7 @@ def until(holds: Callable[[], bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
 def test_service_recovers_when_gateway_and_controller_are_killed_together(tmp_path: Path) -> None:
-    with service_up(tmp_path, 1) as (state, ready, process):
+    with running_service(tmp_path, 1) as (state, ready, process):
         url = ready["url"]
         store = StateStore(state / "state.db")
         gateway, controller = store.get("gateway"), store.get("controller")
@@ -69,15 +69,15 @@ def test_service_recovers_when_gateway_and_controller_are_killed_together(tmp_pa
                 for pid in struck:
                     os.kill(pid, signal.SIGKILL)
 
-        first, whole = asked(url, strike)
+        first, whole = stream_completion(url, strike)
         assert not whole
         assert len(struck) == 3
         # Nobody listens, and nobody is refused; the answer goes on where it was.
         socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=WITHIN_S).close()
-        second, whole = asked(url)
+        second, whole = stream_completion(url)
         assert whole
         assert second.startswith(first)
-        until(lambda: living(store.get("gateway")) and living(store.get("controller")))
+        wait_until(lambda: living(store.get("gateway")) and living(store.get("controller")))
         again = store.get("gateway")
         assert again is not None
         assert (again["url"], again["admin"]) == (gateway["url"], gateway["admin"])
@@ -86,13 +86,15 @@ def test_service_recovers_when_gateway_and_controller_are_killed_together(tmp_pa
         )
         records = [json.loads(item) for item in (state / "usage.jsonl").read_text().splitlines()]
         assert [record["output_tokens"] for record in records] == [TOKENS]
-        until(
+        wait_until(
             lambda: "brain" in [happening.kind for happening in store.happenings(most=1000)[noted:]]
         )  # it took a turn
         # An engine that is killed now is replaced: what starts engines is loaded after the controller has resumed.
         os.kill(next(iter(engines.values())), signal.SIGKILL)
-        until(lambda: any(place["pid"] not in engines.values() for place in store.places().values() if place))
-        until(lambda: asked(url)[1])
+        wait_until(
+            lambda: any(place["pid"] not in engines.values() for place in store.places().values() if place)
+        )
+        wait_until(lambda: stream_completion(url)[1])
         process.send_signal(signal.SIGTERM)
         assert process.wait(WITHIN_S) == 0
         assert not living(again)

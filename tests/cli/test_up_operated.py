@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_services import WITHIN_S, said, service_up
+from cli_services import WITHIN_S, output_of, running_service
 
 from potluck.cli.main import run
 from potluck.control.launchers.local_launcher import OWNER_MARK
@@ -20,9 +20,9 @@ from potluck.control.state_store import StateStore
 
 
 @pytest.fixture
-def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
+def service(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
     """A state folder, the address of what runs there, and what looks after it."""
-    with service_up(tmp_path, 2) as (state, ready, process):
+    with running_service(tmp_path, 2) as (state, ready, process):
         with urllib.request.urlopen(f"{ready['page']}/", timeout=WITHIN_S) as answer:
             assert b"<title>Potluck</title>" in answer.read()
         yield state, ready["url"], process
@@ -30,24 +30,24 @@ def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
 
 def _cordoned(capsys: pytest.CaptureFixture[str], state: Path, url: str, load: tuple[str, ...]) -> None:
     """A replica that gets nothing new while the other serves, and is not replaced."""
-    said(capsys, "cordon", "unit1@near#1/0", "--state", state)
-    assert json.loads(said(capsys, "bench", url, "--rate", "20", *load, "--json"))["answered"] == 8
-    document = json.loads(said(capsys, "status", "--json", "--state", state))
+    output_of(capsys, "cordon", "unit1@near#1/0", "--state", state)
+    assert json.loads(output_of(capsys, "bench", url, "--rate", "20", *load, "--json"))["answered"] == 8
+    document = json.loads(output_of(capsys, "status", "--json", "--state", state))
     assert [(item["replica"], item["cordoned"]) for item in document["replicas"]] == [
         ("unit0@near#0/0", False),
         ("unit1@near#1/0", True),
     ]
-    assert "cordoned: nothing" in said(capsys, "uncordon", "unit1@near#1/0", "--state", state)
+    assert "cordoned: nothing" in output_of(capsys, "uncordon", "unit1@near#1/0", "--state", state)
 
 
 @pytest.mark.slow
 def test_service_is_watched_loaded_drained_and_stopped(
-    up: tuple[Path, str, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+    service: tuple[Path, str, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state, url, process = up
+    state, url, process = service
     until_s = time.monotonic() + WITHIN_S
     while True:  # the model is served once one of its replicas is there
-        document = json.loads(said(capsys, "status", "--json", "--state", state))
+        document = json.loads(output_of(capsys, "status", "--json", "--state", state))
         assert document["models"]["live"]["ready"]
         if [item["state"] for item in document["replicas"]] == ["ready", "ready"]:
             break
@@ -55,25 +55,25 @@ def test_service_is_watched_loaded_drained_and_stopped(
         time.sleep(0.1)
     assert document["lacking"] == []
     load = ("--requests", "8", "--input", "20", "--output", "4", "--slo", "ttft=30s,tpot=5s")
-    bench = json.loads(said(capsys, "bench", url, "--rate", "20", *load, "--json"))
+    bench = json.loads(output_of(capsys, "bench", url, "--rate", "20", *load, "--json"))
     assert (bench["loop"], bench["answered"], bench["attainment"]) == ("open", 8, 1.0)
     assert bench["output_tokens"] == 32
-    assert "closed loop, 2 at once" in said(capsys, "bench", url, "--concurrency", "2", *load)
+    assert "closed loop, 2 at once" in output_of(capsys, "bench", url, "--concurrency", "2", *load)
     while True:  # records are written every second
-        rows = json.loads(said(capsys, "usage", "--json", "--state", state))
+        rows = json.loads(output_of(capsys, "usage", "--json", "--state", state))
         if rows and rows[0]["requests"] == 16:
             break
         assert time.monotonic() < until_s, rows
         time.sleep(0.2)
     assert (rows[0]["model"], rows[0]["answered"], rows[0]["output_tokens"]) == ("live", 16, 64)
-    assert "unit0@near#0/0" in said(capsys, "top", "--once", "--every", "0.2", "--state", state)
+    assert "unit0@near#0/0" in output_of(capsys, "top", "--once", "--every", "0.2", "--state", state)
     _cordoned(capsys, state, url, load)
     store = StateStore(state / "state.db")
     engines = {instance.replica: instance.name for instance in store.instances()}
-    said(capsys, "drain", "unit0@near#0/0", "--state", state)
+    output_of(capsys, "drain", "unit0@near#0/0", "--state", state)
     until_s = time.monotonic() + WITHIN_S
     while True:  # until a fresh engine has taken its place
-        document = json.loads(said(capsys, "status", "--json", "--state", state))
+        document = json.loads(output_of(capsys, "status", "--json", "--state", state))
         ready = {item["replica"]: item["engine"] for item in document["replicas"] if item["state"] == "ready"}
         if len(ready) == 2 and "unit0@near#0/0" not in ready:
             break
@@ -81,11 +81,11 @@ def test_service_is_watched_loaded_drained_and_stopped(
         time.sleep(0.2)
     assert engines["unit0@near#0/0"] not in ready.values(), "the engine that was drained is used no more"
     assert ready["unit1@near#1/0"] == engines["unit1@near#1/0"], "the other was left alone"
-    assert "unit0@near#0/0  (by hand)" in said(capsys, "events", "--state", state)
+    assert "unit0@near#0/0  (by hand)" in output_of(capsys, "events", "--state", state)
     _replanned(capsys, state, store)
     _handed_back(capsys, state, store)
     gateway = store.get("gateway")
-    assert said(capsys, "down", "--state", state) == "stopped\n"
+    assert output_of(capsys, "down", "--state", state) == "stopped\n"
     assert process.wait(WITHIN_S) == 0
     assert not living(gateway)
     assert list(marked(OWNER_MARK, owner_of(store))) == [], "no engine is left"
@@ -95,8 +95,8 @@ def test_service_is_watched_loaded_drained_and_stopped(
 
 
 def _versions(capsys: pytest.CaptureFixture[str], state: Path) -> set[int]:
-    status = json.loads(said(capsys, "status", "--json", "--state", state))
-    top = json.loads(said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", state))
+    status = json.loads(output_of(capsys, "status", "--json", "--state", state))
+    top = json.loads(output_of(capsys, "top", "--once", "--every", "0.2", "--json", "--state", state))
     store = StateStore(state / "state.db")
     place = store.get("gateway")
     store.close()
@@ -114,7 +114,7 @@ def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: StateSt
     template = newest.plan.templates[0].name
     assert run(["scale", f"{template}@near=1000", "--state", str(state)]) == 2
     assert "1000 cannot be had: near has " in capsys.readouterr().err
-    body = json.loads(said(capsys, "scale", "--auto", "--json", "--state", state))
+    body = json.loads(output_of(capsys, "scale", "--auto", "--json", "--state", state))
     assert (body["version"], body["as_version"]) == (newest.version + 1, 1)
     after = store.plan()
     assert after is not None
@@ -126,7 +126,7 @@ def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: StateStor
     asked = ("replan", "--live", "--state", state, "--rate", "live=14", "--averages")
     newest = store.plan()
     assert newest is not None
-    document = json.loads(said(capsys, *asked, "--apply", "--json"))
+    document = json.loads(output_of(capsys, *asked, "--apply", "--json"))
     assert (document["version"], document["best"]) == (newest.version, "reallocate")
     assert "is in force: reallocate" in document["done"]
     after = store.plan()
@@ -140,12 +140,12 @@ def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: StateStor
     names = {deployment.template for deployment in plan.deployments if deployment.count}
     until_s = time.monotonic() + WITHIN_S
     while True:
-        status = json.loads(said(capsys, "status", "--json", "--state", state))
+        status = json.loads(output_of(capsys, "status", "--json", "--state", state))
         ready = [item for item in status["replicas"] if item["state"] == "ready"]
         if len(ready) == wanted and {item["replica"].split("@")[0] for item in ready} == names:
             break
         assert time.monotonic() < until_s, status
         time.sleep(0.2)
-    assert "nothing changed" in said(capsys, *asked, "--apply")
+    assert "nothing changed" in output_of(capsys, *asked, "--apply")
     assert run([str(item) for item in asked[:4]] + ["--apply", "plan.json", "spec.yaml"]) == 2
     capsys.readouterr()

@@ -44,7 +44,7 @@ sys.exit(run(sys.argv[1:]))
 """
 
 
-def written_state(tmp_path: Path) -> tuple[Path, Path, Path, Plan]:
+def killed_service_state(tmp_path: Path) -> tuple[Path, Path, Path, Plan]:
     """The files of a service whose controller was killed: state folder, plan, spec, and the plan in force."""
     plan_path, spec = write_plans(tmp_path, WHOLE * 2)
     plan = plan_from_json(plan_path.read_text("utf-8"))
@@ -62,7 +62,7 @@ def written_state(tmp_path: Path) -> tuple[Path, Path, Path, Plan]:
 
 
 def test_resumed_controller_acts_before_it_loads_the_planner(tmp_path: Path) -> None:
-    folder, plan, spec, _ = written_state(tmp_path)
+    folder, plan, spec, _ = killed_service_state(tmp_path)
     script = FIRST_TURN.format(heavy=HEAVY)
     options = ("--state", str(folder), "--engine", "mock", "--port", "0")
     done = subprocess.run(
@@ -83,7 +83,7 @@ def not_loaded(plan: Plan) -> tuple[EngineCommands, None]:
 def test_resumed_service_keeps_the_newest_plan_and_starts_engines_once_commands_are_loaded(
     tmp_path: Path,
 ) -> None:
-    folder, _, spec, plan = written_state(tmp_path)
+    folder, _, spec, plan = killed_service_state(tmp_path)
     loads: list[Plan] = []
 
     def load(newest: Plan) -> tuple[EngineCommands, None]:
@@ -107,7 +107,7 @@ def test_resumed_service_keeps_the_newest_plan_and_starts_engines_once_commands_
 
 @pytest.mark.parametrize("what", ["spec", "record", "plan", "release"])
 def test_service_with_changed_spec_or_incomplete_state_is_not_resumed(tmp_path: Path, what: str) -> None:
-    folder, _, spec, _ = written_state(tmp_path)
+    folder, _, spec, _ = killed_service_state(tmp_path)
     store = StateStore(folder / "state.db")
     if what == "spec":
         spec.write_text(spec.read_text("utf-8") + "\n# changed\n", "utf-8")

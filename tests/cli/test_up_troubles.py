@@ -39,14 +39,14 @@ KB = 1024
 
 
 @dataclass(frozen=True)
-class Other(EngineCommands):
+class FailingEngines(EngineCommands):
     program: str = "import time; time.sleep(600)"
 
     def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
         return [sys.executable, "-c", self.program]
 
 
-def _stand(
+def _stack_of(
     tmp_path: Path, engine_commands: EngineCommands, port: int | None = 0
 ) -> tuple[LocalStack, PreparedPlan]:
     plan, spec = write_plans(tmp_path, WHOLE)
@@ -56,8 +56,8 @@ def _stand(
 
 
 @pytest.fixture
-def stand(tmp_path: Path) -> Iterator[LocalStack]:
-    made, _ = _stand(tmp_path, Other("mock"), None)
+def stack(tmp_path: Path) -> Iterator[LocalStack]:
+    made, _ = _stack_of(tmp_path, FailingEngines("mock"), None)
     yield made
     stop_all(made.store, "the test is over", 5.0)
     made.close()
@@ -72,7 +72,7 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def _said(capsys: pytest.CaptureFixture[str]) -> str:
+def _error_output(capsys: pytest.CaptureFixture[str]) -> str:
     text = capsys.readouterr().err
     assert "Traceback" not in text
     return text
@@ -83,7 +83,7 @@ def test_up_refuses_an_unreachable_objective_before_it_writes_state(
 ) -> None:
     _, spec = write_plans(tmp_path, WHOLE, ttft_ms=2, tpot_ms=1)
     assert run(["up", str(spec), "--state", str(tmp_path / "state"), "--engine", "mock"]) == 2
-    assert "live" in _said(capsys), "which model, and why"
+    assert "live" in _error_output(capsys), "which model, and why"
     assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
 
@@ -95,27 +95,27 @@ def test_up_refuses_a_model_that_fits_on_no_node(tmp_path: Path, capsys: pytest.
         text.replace("available: 99", "available: 1").replace("rate_per_s: 1,", "rate_per_s: 0.1,")
     )
     assert run(["up", str(spec), "--state", str(tmp_path / "state"), "--averages"]) == 2
-    assert "fit on no node" in _said(capsys)
+    assert "fit on no node" in _error_output(capsys)
     assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
 
 def test_used_port_is_refused_if_given_and_replaced_if_default(
-    stand: LocalStack, monkeypatch: pytest.MonkeyPatch
+    stack: LocalStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         held = other.getsockname()[1]
         with pytest.raises(InputError, match=f"--port: {held} cannot be used .*0 for a free one"):
-            stand._port({"port": held})
+            stack._port({"port": held})
         monkeypatch.setattr(stand_module, "USUAL_PORT", held)
-        port = stand._port({})
+        port = stack._port({})
         assert port != held, "nobody told which: the next one will do"
-        assert stand.said == [f"port {held} is taken; it is {port} instead"]
+        assert stack.said == [f"port {held} is taken; it is {port} instead"]
 
 
 def test_default_port_taken_meanwhile_is_replaced_by_the_next(
-    stand: LocalStack, monkeypatch: pytest.MonkeyPatch
+    stack: LocalStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that start at once find the same one free; the later one takes the next."""
     first = next(port for port in range(30_000, 32_000) if not any(map(taken, range(port, port + 4))))
@@ -131,40 +131,40 @@ def test_default_port_taken_meanwhile_is_replaced_by_the_next(
                 raise CapacityError("the gateway did not start: in use")
             return {"port": port}
 
-        monkeypatch.setattr(stand, "_start_gateway", start)
-        assert stand._started({}) == {"port": first + 1}
+        monkeypatch.setattr(stack, "_start_gateway", start)
+        assert stack._started({}) == {"port": first + 1}
         assert tried == [(first, first + 1), (first + 1, first + 2)]
-        monkeypatch.setattr(stand, "_settings", replace(stand._settings, port=first + 3))
+        monkeypatch.setattr(stack, "_settings", replace(stack._settings, port=first + 3))
 
         def fail(port: int, admin: int) -> dict[str, object]:
             raise CapacityError("the gateway did not start: no memory")
 
-        monkeypatch.setattr(stand, "_start_gateway", fail)
+        monkeypatch.setattr(stack, "_start_gateway", fail)
         with pytest.raises(CapacityError, match="no memory"):
-            stand._started({})
+            stack._started({})
 
 
 def test_default_ports_are_the_same_at_every_start(
-    stand: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = next(port for port in range(20_000, 30_000) if not taken(port) and not taken(port + 1))
     monkeypatch.setattr(stand_module, "USUAL_PORT", first)
-    assert stand._port({}) == first
-    assert stand._admin_port(first, {}) == first + 1, "the page's is beside it"
-    assert stand.said == []
+    assert stack._port({}) == first
+    assert stack._admin_port(first, {}) == first + 1, "the page's is beside it"
+    assert stack.said == []
     with socket.socket() as other:
         other.bind(("127.0.0.1", first + 1))
         other.listen()
-        assert stand._admin_port(first, {}) > first + 1
-        assert stand.said[0].startswith(f"the page's port {first + 1} is taken; it is ")
+        assert stack._admin_port(first, {}) > first + 1
+        assert stack.said[0].startswith(f"the page's port {first + 1} is taken; it is ")
         before = {"port": first, "admin": f"http://127.0.0.1:{first + 1}"}
-        assert stand._port(before) == first, "a gateway that is started again is where it was"
-        any_one = replace(stand._settings, port=0)
-        monkeypatch.setattr(stand, "_settings", any_one)
-        assert stand._port({}) not in (first, first + 1), "0 is any free one"
-        assert stand._port({"port": first}) == first
-        monkeypatch.setattr(stand, "_settings", replace(any_one, port=first))
-        assert stand._port({"port": first + 1}) == first, "what is said counts, wherever it was"
+        assert stack._port(before) == first, "a gateway that is started again is where it was"
+        any_one = replace(stack._settings, port=0)
+        monkeypatch.setattr(stack, "_settings", any_one)
+        assert stack._port({}) not in (first, first + 1), "0 is any free one"
+        assert stack._port({"port": first}) == first
+        monkeypatch.setattr(stack, "_settings", replace(any_one, port=first))
+        assert stack._port({"port": first + 1}) == first, "what is said counts, wherever it was"
 
 
 @pytest.mark.parametrize("text", [b"this is no database at all" * 100, b""])
@@ -182,26 +182,26 @@ def test_up_and_status_report_a_damaged_state_file(
     (state / "state.db").write_bytes(text or whole[: len(whole) // 2])
     arguments = ["up", str(plan), str(spec), "--state", str(state), "--engine", "mock"]
     assert run([*arguments, "--averages", "--check", "--within", "1"]) == 2
-    message = _said(capsys)
+    message = _error_output(capsys)
     assert "state.db is damaged" in message
     assert "mv " in message, "how to go on"
     assert run(["status", "--state", str(state)]) == 2
-    assert "is damaged" in _said(capsys)
+    assert "is damaged" in _error_output(capsys)
 
 
-def test_processes_left_by_a_lost_state_are_ended(stand: LocalStack) -> None:
-    folder = str(stand.folder.resolve())
+def test_processes_left_by_a_lost_state_are_ended(stack: LocalStack) -> None:
+    folder = str(stack.folder.resolve())
     left = spawn(
         [sys.executable, "-c", "import time; time.sleep(600)"], {GATEWAY_MARK: folder}, Path("/dev/null")
     )
     while not any(pid == left for pid, _ in marked(GATEWAY_MARK, folder)):
         time.sleep(0.01)  # it has its mark from when it runs
-    stand._end_forgotten()
+    stack._end_forgotten()
     assert not alive(left), "or the new gateway would not get its port"
-    assert any("the state lost it" in happening.why for happening in stand.store.happenings())
+    assert any("the state lost it" in happening.why for happening in stack.store.happenings())
 
 
-def _limited(most_bytes: int) -> Callable[[], None]:
+def _file_size_limit(most_bytes: int) -> Callable[[], None]:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
@@ -220,7 +220,7 @@ def test_full_disk_stops_up_with_an_error_and_no_engines(most_kb: int, tmp_path:
         capture_output=True,
         text=True,
         timeout=200,
-        preexec_fn=_limited(most_kb * KB),
+        preexec_fn=_file_size_limit(most_kb * KB),
         env={**os.environ, "NUMBA_DISABLE_JIT": "0", "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 2, done.stderr
@@ -245,7 +245,7 @@ def test_failed_file_write_keeps_the_previous_file(tmp_path: Path) -> None:
 
 
 def test_engine_that_never_becomes_ready_stops_the_start(tmp_path: Path, handlers: None) -> None:
-    stand, prepared = _stand(tmp_path, Other("mock"))
+    stand, prepared = _stack_of(tmp_path, FailingEngines("mock"))
     owner = owner_of(stand.store)
     show = up_module._Show(
         stand, prepared, False, time.monotonic(), True, 1.0, lambda line: None, lambda: None
@@ -259,7 +259,7 @@ def test_engine_that_never_becomes_ready_stops_the_start(tmp_path: Path, handler
 
 def test_repeated_identical_engine_failure_stops_the_start(tmp_path: Path, handlers: None) -> None:
     program = "import os; print('a line before'); print(f'port {os.getpid()} is closed'); raise SystemExit(1)"
-    stand, prepared = _stand(tmp_path, Other("mock", program=program))
+    stand, prepared = _stack_of(tmp_path, FailingEngines("mock", program=program))
     owner, store = owner_of(stand.store), stand.store
     notes: list[str] = []
     show = up_module._Show(
@@ -277,7 +277,7 @@ def test_repeated_identical_engine_failure_stops_the_start(tmp_path: Path, handl
 
 def test_resumed_service_is_not_stopped_for_one_failing_engine(tmp_path: Path) -> None:
     """Its gateway served before: other engines may, and this one is tried ever more rarely."""
-    stand, prepared = _stand(tmp_path, Other("mock"))
+    stand, prepared = _stack_of(tmp_path, FailingEngines("mock"))
     show = up_module._Show(
         stand, prepared, False, time.monotonic(), False, 600.0, lambda line: None, lambda: None
     )
@@ -301,10 +301,10 @@ def test_missing_vllm_is_reported_at_once(tmp_path: Path, capsys: pytest.Capture
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without anything that was installed
     bare.chmod(0o700)
     assert run([*asked, "--vllm-python", str(bare)]) == 2
-    (line,) = _said(capsys).splitlines()
+    (line,) = _error_output(capsys).splitlines()
     assert f"{bare} has no vLLM; `{bare} -m pip install vllm==" in line
     assert run([*asked, "--vllm-python", str(tmp_path / "none")]) == 2
-    assert "none cannot be run" in _said(capsys)
+    assert "none cannot be run" in _error_output(capsys)
     assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
 
@@ -312,7 +312,7 @@ def test_engine_without_memory_reports_memory_error(tmp_path: Path) -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28)); bytearray(1 << 30)"
     )
-    launcher = LocalLauncher(Other("mock", program=program), tmp_path, str(tmp_path))
+    launcher = LocalLauncher(FailingEngines("mock", program=program), tmp_path, str(tmp_path))
     places = {"one": launcher.start("one", A10)}
     until_s = time.monotonic() + 60.0
     while (seen := launcher.look(places)[0]).state != "dead":
@@ -322,7 +322,7 @@ def test_engine_without_memory_reports_memory_error(tmp_path: Path) -> None:
 
 
 def test_free_memory_is_checked_before_engines_start(
-    tmp_path: Path, stand: LocalStack, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stack: LocalStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
         CapacityError, match=r"5 engines need about 2\.1 GB of memory, 1\.0 GB are free; .*mock"
@@ -330,13 +330,13 @@ def test_free_memory_is_checked_before_engines_start(
         must_have_room("emulated", 5, lambda: 1_000_000_000, 150_000_000)
     must_have_room("emulated", 5, lambda: None)
     must_have_room("emulated", 0, lambda: 0)
-    launcher = LocalLauncher(Other("mock"), tmp_path, str(tmp_path), free=lambda: 1000)
+    launcher = LocalLauncher(FailingEngines("mock"), tmp_path, str(tmp_path), free=lambda: 1000)
     with pytest.raises(CapacityError, match="one more engine needs"):
         launcher.start("one", A10)
     assert list(engines_of(str(tmp_path))) == []
     monkeypatch.setattr(must_have_room, "__defaults__", (lambda: 1000, 0))
     with pytest.raises(CapacityError, match="1 engines need"):
-        stand.must_have_room()
+        stack.must_have_room()
 
 
 def test_free_memory_respects_machine_and_container_limits(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_controller_that_cannot_continue_reports_what_keeps_running(
     check: bool, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full while it runs, say: engines and gateway serve on, unless it was only a check."""
-    stand, prepared = _stand(tmp_path, Other("mock"))
+    stand, prepared = _stack_of(tmp_path, FailingEngines("mock"))
     mine = spawn([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
     stand.store.set("gateway", {"pid": mine.number, "started": mine.started})
     show = up_module._Show(

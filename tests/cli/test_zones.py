@@ -58,7 +58,7 @@ def fleet(spec: str, folder: Path) -> tuple[Plan, ResolvedPlan]:
     return plan, scene_of(inputs)
 
 
-def after_two_losses(spec: str, folder: Path) -> tuple[dict[str, str], set[str]]:
+def replicas_after_two_losses(spec: str, folder: Path) -> tuple[dict[str, str], set[str]]:
     """Replicas to machines; and where requests go when `one` and `two` are lost with six on them."""
     plan, resolved = fleet(spec, folder)
     replica_models = ReplicaModels(resolved)
@@ -89,13 +89,13 @@ def after_two_losses(spec: str, folder: Path) -> tuple[dict[str, str], set[str]]
 
 
 def test_request_lost_with_two_machines_of_a_zone_avoids_the_zone(tmp_path: Path) -> None:
-    zones, machines = after_two_losses(SPEC, tmp_path)
+    zones, machines = replicas_after_two_losses(SPEC, tmp_path)
     assert sorted(zones.values()) == ["left", "left", "left", "right"]
     assert machines == {"four"}
 
 
 def test_request_lost_twice_without_zones_avoids_the_region(tmp_path: Path) -> None:
     plain = SPEC.replace(", zone: left", "").replace(", zone: right", "")
-    zones, machines = after_two_losses(plain, tmp_path)
+    zones, machines = replicas_after_two_losses(plain, tmp_path)
     assert set(zones.values()) == {""}
     assert "three" in machines  # nobody is elsewhere, so wherever somebody is

@@ -109,7 +109,7 @@ def test_ray_host_cut_off_under_load_loses_no_request(cluster_over_hosts: Cluste
         bench = subprocess.Popen(
             head.inside(potluck("bench", url, *load, "--json")), stdout=subprocess.PIPE, text=True
         )
-        came_to(head, state, lambda now: now["open_requests"] >= 2)
+        wait_for_status(head, state, lambda now: now["open_requests"] >= 2)
         store = StateStore(state / "state.db")
         assert all(instance.url.startswith("https://") for instance in store.instances())
         store.close()
@@ -117,7 +117,7 @@ def test_ray_host_cut_off_under_load_loses_no_request(cluster_over_hosts: Cluste
         began_s = time.monotonic()
         document = json.loads(bench.communicate(timeout=WITHIN_S)[0])
         assert (document["answered"], document["errors"]) == (60, {})
-        came_to(head, state, planned_without)
+        wait_for_status(head, state, planned_without)
         sys.stdout.write(f"planned for what is left {time.monotonic() - began_s:.0f} s after the cut\n")
     finally:
         process.terminate()
@@ -132,7 +132,7 @@ def planned_without(now: dict[str, Any]) -> bool:
     return "on 1xL4" not in planned and bool(ready) and not now["lacking"]
 
 
-def came_to(head: Host, state: Path, holds: Callable[[dict[str, Any]], bool]) -> None:
+def wait_for_status(head: Host, state: Path, holds: Callable[[dict[str, Any]], bool]) -> None:
     until_s, now = time.monotonic() + WITHIN_S, dict[str, Any]()
     while not now or not holds(now):
         assert time.monotonic() < until_s, now

@@ -81,7 +81,7 @@ def potluck(*words: str) -> list[str]:
 
 
 @pytest.fixture
-def up(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Path, str]]:
+def running_service(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Path, str]]:
     plan, spec = written(tmp_path)
     state = tmp_path / "state"
     words = ("--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json")
@@ -108,9 +108,9 @@ def status(state: Path) -> dict[str, Any]:
 
 
 def test_ray_node_removed_under_load_loses_no_request(
-    cluster: tuple[Any, dict[str, Any]], up: tuple[Path, str]
+    cluster: tuple[Any, dict[str, Any]], running_service: tuple[Path, str]
 ) -> None:
-    (rays, nodes), (state, url) = cluster, up
+    (rays, nodes), (state, url) = cluster, running_service
     before = status(state)
     assert sorted(item["replica"].split("@")[0] for item in before["replicas"]) == [
         "on 1xA10",

@@ -35,7 +35,7 @@ from potluck.gateway.openai.keys import KeyRing, new_key
 HOUR = 480_000  # Of 2024.
 
 
-def line(hour: int = HOUR, **more: Any) -> str:
+def usage_line(hour: int = HOUR, **more: Any) -> str:
     from datetime import UTC, datetime
 
     when = datetime.fromtimestamp(hour * 3600 + 5, UTC).isoformat(timespec="milliseconds")
@@ -80,12 +80,19 @@ def total(store: StateStore) -> dict[str, Any]:
 def test_usage_record_written_twice_counts_once(tmp_path: Path, store: StateStore) -> None:
     """By a gateway that was killed, and by the one that took its place."""
     path = tmp_path / "usage.jsonl"
-    write(path, line(id="a"), line(id="b"), line(id="a", output_tokens=99), line(), line())
+    write(
+        path,
+        usage_line(id="a"),
+        usage_line(id="b"),
+        usage_line(id="a", output_tokens=99),
+        usage_line(),
+        usage_line(),
+    )
     count_all(store, tmp_path, 7.0)
-    write(path, line(HOUR + 1, id="b"), line(HOUR + 1, id="c"))
+    write(path, usage_line(HOUR + 1, id="b"), usage_line(HOUR + 1, id="c"))
     count_all(store, tmp_path, 8.0)
     assert (total(store)["requests"], total(store)["output_tokens"]) == (5, 55)
-    write(path, line(HOUR + 9, id="d"))
+    write(path, usage_line(HOUR + 9, id="d"))
     count_all(store, tmp_path, 9.0)
     assert store.rows("SELECT id FROM usage_ids") == [("d",)], "ids are not remembered for ever"
     (tmp_path / "state.db").unlink()
@@ -96,7 +103,12 @@ def test_usage_record_written_twice_counts_once(tmp_path: Path, store: StateStor
 
 def test_usage_record_behind_a_truncated_one_counts(tmp_path: Path, store: StateStore) -> None:
     """Somebody was killed within a line, and another process wrote on."""
-    write(tmp_path / "usage.jsonl", line(), line(id="x")[:-9] + line(id="y"), line()[:-9] + line()[:-3])
+    write(
+        tmp_path / "usage.jsonl",
+        usage_line(),
+        usage_line(id="x")[:-9] + usage_line(id="y"),
+        usage_line()[:-9] + usage_line()[:-3],
+    )
     count_all(store, tmp_path, 7.0)
     assert total(store)["requests"] == 2
 
@@ -105,24 +117,28 @@ def test_usage_line_with_several_records_and_torn_pieces_counts_every_whole_reco
     tmp_path: Path, store: StateStore
 ) -> None:
     """A record may lack only its line end, and more than one record may follow it on the line."""
-    torn = line(id="torn")[:-9]
-    write(tmp_path / "usage.jsonl", line(id="a") + line(id="b"), torn + line(id="c") + torn + line(id="a"))
+    torn = usage_line(id="torn")[:-9]
+    write(
+        tmp_path / "usage.jsonl",
+        usage_line(id="a") + usage_line(id="b"),
+        torn + usage_line(id="c") + torn + usage_line(id="a"),
+    )
     assert UsageReader(store, tmp_path).turn() == UsageRead(3, 2)
     assert total(store)["requests"] == 3
 
 
 def test_usage_records_are_counted_once_across_readers(tmp_path: Path, store: StateStore) -> None:
     now = tmp_path / "usage.jsonl"
-    write(now, line(), line(HOUR + 1, key="bob", outcome="overloaded", output_tokens=0))
+    write(now, usage_line(), usage_line(HOUR + 1, key="bob", outcome="overloaded", output_tokens=0))
     assert UsageReader(store, tmp_path).turn() == UsageRead(2)
     assert UsageReader(StateStore(tmp_path / "state.db"), tmp_path).turn() == UsageRead()
-    write(now, line(estimated=True), end="")
+    write(now, usage_line(estimated=True), end="")
     reader = UsageReader(store, tmp_path)
     assert reader.turn() == UsageRead(), "its end has not come yet"
     write(now, "")
     assert reader.turn() == UsageRead(1)
     now.rename(tmp_path / "usage-2024-10-04.jsonl")  # a day is over
-    write(now, line(HOUR + 24))
+    write(now, usage_line(HOUR + 24))
     assert reader.turn() == UsageRead(1)
     (tmp_path / "usage-copy.jsonl").write_bytes(now.read_bytes())
     assert reader.turn() == UsageRead()
@@ -148,8 +164,8 @@ def test_usage_records_are_counted_once_across_readers(tmp_path: Path, store: St
 
 
 def test_lost_state_recounts_usage_from_the_files(tmp_path: Path, store: StateStore) -> None:
-    write(tmp_path / "usage.jsonl", *[line()] * 5)
-    write(tmp_path / "usage-2024-10-03.jsonl", line(HOUR - 30))
+    write(tmp_path / "usage.jsonl", *[usage_line()] * 5)
+    write(tmp_path / "usage-2024-10-03.jsonl", usage_line(HOUR - 30))
     count_all(store, tmp_path, 0.0)
     before = used(store, ("hour", "key"))
     store.close()
@@ -160,7 +176,7 @@ def test_lost_state_recounts_usage_from_the_files(tmp_path: Path, store: StateSt
 
 
 def test_large_usage_files_are_read_in_pieces(tmp_path: Path, store: StateStore) -> None:
-    write(tmp_path / "usage.jsonl", *[line(request=f"r{number}") for number in range(2000)])
+    write(tmp_path / "usage.jsonl", *[usage_line(request=f"r{number}") for number in range(2000)])
     reader, turns = UsageReader(store, tmp_path), 0
     while reader.turn(100_000).more:
         turns += 1
@@ -174,11 +190,11 @@ def test_large_usage_files_are_read_in_pieces(tmp_path: Path, store: StateStore)
         "no json",
         "[1]",
         "null",
-        line(time="yesterday"),
-        line(prompt_tokens=-1),
-        line(prompt_tokens=True),
-        line(output_tokens=1e9),
-        line(key=None),
+        usage_line(time="yesterday"),
+        usage_line(prompt_tokens=-1),
+        usage_line(prompt_tokens=True),
+        usage_line(output_tokens=1e9),
+        usage_line(key=None),
         json.dumps({"time": "2024-10-04"}),
         "[" * 50_000,
         "x" * 300_000,
@@ -187,7 +203,7 @@ def test_large_usage_files_are_read_in_pieces(tmp_path: Path, store: StateStore)
 def test_invalid_usage_record_is_not_counted_and_is_reported(
     bad: str, tmp_path: Path, store: StateStore
 ) -> None:
-    write(tmp_path / "usage.jsonl", line(), bad, line())
+    write(tmp_path / "usage.jsonl", usage_line(), bad, usage_line())
     count_all(store, tmp_path, 7.0)
     assert total(store)["requests"] == 2
     assert any(event.kind == "usage" and "no records" in event.what for event in store.happenings())
@@ -210,7 +226,7 @@ os._exit(0)
 def test_usage_readers_killed_at_any_instant_count_nothing_twice(
     tmp_path: Path, store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "usage.jsonl", *[line(prompt_tokens=number) for number in range(20_000)])
+    write(tmp_path / "usage.jsonl", *[usage_line(prompt_tokens=number) for number in range(20_000)])
     for after_s in (0.01, 0.03):
         two = [
             subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(after_s)]) for _ in range(2)
@@ -223,7 +239,7 @@ def test_usage_readers_killed_at_any_instant_count_nothing_twice(
 
 
 def test_full_disk_is_reported_and_usage_is_counted_later(tmp_path: Path, store: StateStore) -> None:
-    write(tmp_path / "usage.jsonl", *[line(key=f"k{number}") for number in range(3000)])
+    write(tmp_path / "usage.jsonl", *[usage_line(key=f"k{number}") for number in range(3000)])
     (pages,) = store.rows("PRAGMA page_count")[0]
     store.rows(f"PRAGMA max_page_count = {pages + 2}")
     with pytest.raises(StateError, match="cannot be written .*full.*make room and start again"):
@@ -236,7 +252,7 @@ def test_full_disk_is_reported_and_usage_is_counted_later(tmp_path: Path, store:
 # Keys.
 
 
-def made(name: str, at_s: float, **line: Any) -> tuple[str, KeptKey]:
+def new_kept_key(name: str, at_s: float, **line: Any) -> tuple[str, KeptKey]:
     key, text = new_key(name)
     return key, KeptKey(json.loads(text)["sha256"], name, {"tenant": "co", **line}, at_s)
 
@@ -261,12 +277,12 @@ def test_added_rotated_and_revoked_keys_reach_the_gateway(tmp_path: Path, store:
     assert publish_keys(store, tmp_path, 0.0)
     gateway = Gateway(tmp_path)
     assert gateway.lets_in(""), "until there is a key none is asked for"
-    old, kept = made("ann", 1000.0, requests_per_min=60.0)
+    old, kept = new_kept_key("ann", 1000.0, requests_per_min=60.0)
     add_key(store, tmp_path, kept)
     assert gateway.lets_in(old)
     assert not gateway.lets_in("")
     with pytest.raises(InputError, match="ann: has a key already"):
-        add_key(store, tmp_path, made("ann", 1000.0)[1])
+        add_key(store, tmp_path, new_kept_key("ann", 1000.0)[1])
     new, text = new_key("ann")
     rotate_key(store, tmp_path, "ann", json.loads(text)["sha256"], 1000.0, 100.0)
     assert gateway.lets_in(old)
@@ -281,7 +297,7 @@ def test_added_rotated_and_revoked_keys_reach_the_gateway(tmp_path: Path, store:
         rotate_key(store, tmp_path, "ann", "0" * 64, 1102.0, 0.0)
     with pytest.raises(UnknownNameError, match="did you mean 'ann'"):
         revoke_key(store, tmp_path, "anne", 1102.0)
-    other, again = made("ann", 1103.0)  # with other limits than the ones before
+    other, again = new_kept_key("ann", 1103.0)  # with other limits than the ones before
     add_key(store, tmp_path, again)
     assert gateway.lets_in(other)
     text = (tmp_path / KEY_FILE).read_text()
@@ -294,13 +310,13 @@ def test_key_file_that_cannot_be_written_changes_no_key(tmp_path: Path, store: S
     before = (tmp_path / KEY_FILE).read_text()
     os.mkdir(tmp_path / f"{KEY_FILE}.new")
     with pytest.raises((CapacityError, OSError)):
-        add_key(store, tmp_path, made("ann", 0.0)[1])
+        add_key(store, tmp_path, new_kept_key("ann", 0.0)[1])
     assert kept_keys(store) == ()
     assert (tmp_path / KEY_FILE).read_text() == before
 
 
 def test_manually_changed_key_file_is_restored_and_reported(tmp_path: Path, store: StateStore) -> None:
-    add_key(store, tmp_path, made("ann", 0.0)[1])
+    add_key(store, tmp_path, new_kept_key("ann", 0.0)[1])
     notes: list[tuple[str, ...]] = []
     now_s = [0.0]
     books = Accounts(store, tmp_path, lambda *what: notes.append(what), lambda: now_s[0])
@@ -317,7 +333,7 @@ def test_manually_changed_key_file_is_restored_and_reported(tmp_path: Path, stor
 
 
 def test_lost_state_restores_keys_from_the_key_file(tmp_path: Path, store: StateStore) -> None:
-    key, kept = made("ann", 1000.0, concurrent=4)
+    key, kept = new_kept_key("ann", 1000.0, concurrent=4)
     add_key(store, tmp_path, kept)
     again = StateStore(tmp_path / "another.db")
     publish_keys(again, tmp_path, 2000.0)
@@ -345,10 +361,10 @@ def test_state_file_of_version_one_is_migrated(tmp_path: Path) -> None:
     assert [happening.kind for happening in store.happenings()][-1] == "down"
     assert store.get("spec files") == {"path": "potluck.yaml", "profiles": []}
     assert kept_keys(store) == ()
-    write(tmp_path / "usage.jsonl", line())
+    write(tmp_path / "usage.jsonl", usage_line())
     count_all(store, tmp_path, 0.0)
     assert total(store)["requests"] == 1
-    add_key(store, tmp_path, made("ann", 0.0)[1])
+    add_key(store, tmp_path, new_kept_key("ann", 0.0)[1])
     assert [key.name for key in kept_keys(StateStore(path))] == ["ann"]
 
 
@@ -374,7 +390,7 @@ def test_key_and_usage_commands_change_and_show_the_state(
     assert "did you mean" in (text := capsys.readouterr().err) or "known are" in text
     assert run(["keys", "add", "bob", "--expires", "soon", *state]) == 2
     assert "2031-01-31" in capsys.readouterr().err
-    write(tmp_path / "new" / "usage.jsonl", line(), line(model="=cmd()"))
+    write(tmp_path / "new" / "usage.jsonl", usage_line(), usage_line(model="=cmd()"))
     assert run(["usage", "--json", "--by", "tenant", *state]) == 0
     assert json.loads(capsys.readouterr().out)[0]["requests"] == 2
     assert run(["usage", "--since", "24h", *state]) == 0

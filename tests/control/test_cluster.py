@@ -161,12 +161,12 @@ time.sleep(600)
 """
 
 
-def made(name: str, errand: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ProcessActor:
+def process_actor(name: str, errand: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ProcessActor:
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     return ProcessActor(name, errand, {}, secret="s" * 20, here=lambda: ("127.0.0.1", "node-1"))
 
 
-def until(what: Callable[[], Any]) -> Any:
+def wait_until(what: Callable[[], Any]) -> Any:
     end_s = time.monotonic() + 60.0
     while not (result := what()):
         assert time.monotonic() < end_s, "it never came about"
@@ -177,17 +177,17 @@ def until(what: Callable[[], Any]) -> Any:
 def test_supervised_engine_is_started_reported_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    it = made("m-1", "engine", monkeypatch, tmp_path)
+    it = process_actor("m-1", "engine", monkeypatch, tmp_path)
     assert it.report()["state"] == "starting", "nobody has begun it"
     for _ in range(2):  # it is begun once
         it.begin([PYTHON, "-S", "-c", ENGINE, HOST, PORT, SECRET_FILE])
-    text = until(lambda: (result := it.report())["state"] == "up" and result)
+    text = wait_until(lambda: (result := it.report())["state"] == "up" and result)
     assert text["address"].startswith("127.0.0.1:")
     assert text["node"] == "node-1"
     assert (text["log"], it.report(text["log_at"])["log"]) == (b"s" * 20 + b"\n", b"")
     it.stop()
     assert (
-        until(lambda: (outcome := it.report())["state"] == "dead" and outcome)["problem"]
+        wait_until(lambda: (outcome := it.report())["state"] == "dead" and outcome)["problem"]
         == "was asked to end"
     )
     it.forget()
@@ -197,13 +197,13 @@ def test_supervised_engine_is_started_reported_and_ended(
 def test_supervised_worker_reports_its_port_and_a_placeholder_is_up_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = made("w", "worker", monkeypatch, tmp_path)
+    worker = process_actor("w", "worker", monkeypatch, tmp_path)
     script = "import sys, time; print(4711 if sys.stdin.read() == 's' * 20 + '\\n' else 0, flush=True); time.sleep(9)"
     worker.begin([PYTHON, "-S", "-c", script])
-    assert until(lambda: worker.report()["address"]) == "127.0.0.1:4711"
+    assert wait_until(lambda: worker.report()["address"]) == "127.0.0.1:4711"
     worker.forget()
-    assert made("s", "stand", monkeypatch, tmp_path).report()["state"] == "up"
-    broken = made("b", "engine", monkeypatch, tmp_path)
+    assert process_actor("s", "stand", monkeypatch, tmp_path).report()["state"] == "up"
+    broken = process_actor("b", "engine", monkeypatch, tmp_path)
     broken.begin(["/no/such/program"])
     assert "could not be started" in broken.report()["problem"]
 
@@ -218,4 +218,4 @@ def test_supervised_process_ends_with_its_supervisor(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    until(lambda: not alive(pid))
+    wait_until(lambda: not alive(pid))

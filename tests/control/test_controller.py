@@ -43,12 +43,12 @@ TEMPLATE = Template(
 PLAN = Plan("auto", (TEMPLATE,), (), (), (), (), (), 1.5, 0.0)
 
 
-class Killed(BaseException):
+class ProcessKilled(BaseException):
     """This process is no more."""
 
 
 @dataclass
-class Machine:
+class FakeMachine:
     running: dict[str, str] = field(default_factory=dict)  # Name to state.
     started: int = 0
     step_tokens: list[int] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Machine:
 
 
 @dataclass
-class Gateway:
+class FakeGateway:
     replicas: list[str] = field(default_factory=list)
     replan: dict[str, Any] | None = None
     fleet: tuple[EngineInstance, ...] = ()
@@ -146,7 +146,7 @@ class Gateway:
 
 
 @dataclass
-class Fixed:
+class FixedPlanner:
     plan: Plan | None
     asked: list[PlanRequest] = field(default_factory=list)
     left: Plan | None = None  # What to do at once.
@@ -159,7 +159,7 @@ class Fixed:
         return PlanReply(self.plan, "better")
 
 
-def planned(world: World, controller: Controller) -> None:
+def run_until_planned(world: World, controller: Controller) -> None:
     """Turns until no plan is being made."""
     while controller.planning.under_way is not None:
         controller.planning.under_way.result(10)
@@ -171,7 +171,7 @@ class World:
     def __init__(self, tmp_path: Path) -> None:
         self.now_s = 1000.0
         self.path = tmp_path / "state.db"
-        self.machine, self.gateway = Machine(), Gateway()
+        self.machine, self.gateway = FakeMachine(), FakeGateway()
         StateStore(self.path).add_plan(PLAN, 0.0, "begin")
 
     def controller(self, planner: Planner | None = None, **settings: Any) -> Controller:
@@ -302,10 +302,10 @@ def test_two_controllers_never_act_at_once(world: World) -> None:
 def test_requested_plan_is_made_once_and_sent_to_the_gateway(world: World) -> None:
     asked: list[PlanRequest] = []
 
-    controller = world.controller(Fixed(PLAN, asked))
+    controller = world.controller(FixedPlanner(PLAN, asked))
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more is asked for"}
     world.turns(controller, 1)
-    planned(world, controller)
+    run_until_planned(world, controller)
     assert [item.rates_per_s for item in asked] == [{"m": 3.0}]
     assert world.gateway.plans == [PLAN]
     newest = StateStore(world.path).plan()
@@ -314,10 +314,10 @@ def test_requested_plan_is_made_once_and_sent_to_the_gateway(world: World) -> No
 
 
 def test_advise_mode_sends_no_plan(world: World) -> None:
-    controller = world.controller(Fixed(PLAN), advise=True)
+    controller = world.controller(FixedPlanner(PLAN), advise=True)
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more"}
     world.turns(controller, 1)
-    planned(world, controller)
+    run_until_planned(world, controller)
     assert world.gateway.plans == []
     assert [
         happening.kind for happening in StateStore(world.path).happenings() if happening.kind == "advice"
@@ -340,21 +340,21 @@ def test_controller_killed_at_any_instant_converges_without_orphans(world: World
                 nonlocal fuse
                 fuse -= 1
                 if fuse == 0 and chance.random() < 0.5:
-                    raise Killed
+                    raise ProcessKilled
                 result = call(*args, **kwargs)
                 if fuse == 0:
-                    raise Killed
+                    raise ProcessKilled
                 return result
 
             return wrapped
 
         for name in ("put", "remove", "set", "note"):
             setattr(store, name, burning(getattr(store, name)))
-        controller._launcher = Machine(machine.running, machine.started)
+        controller._launcher = FakeMachine(machine.running, machine.started)
         controller._launcher.start = burning(controller._launcher.start)  # type: ignore[method-assign]
         try:
             world.turns(controller, 8)
-        except Killed:
+        except ProcessKilled:
             kills += 1
         store.close()
         world.now_s += 10.0
@@ -367,11 +367,11 @@ def test_controller_killed_at_any_instant_converges_without_orphans(world: World
 
 def test_plan_for_remaining_nodes_is_sent_before_the_full_plan(world: World) -> None:
     left = replace(PLAN, cost_usd_per_h=1.0)
-    planner = Fixed(replace(PLAN, cost_usd_per_h=2.0), left=left)
+    planner = FixedPlanner(replace(PLAN, cost_usd_per_h=2.0), left=left)
     controller = world.controller(planner)
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "a node died"}
     world.turns(controller, 1)
-    planned(world, controller)
+    run_until_planned(world, controller)
     assert [item.cost_usd_per_h for item in world.gateway.plans] == [1.0, 2.0]
     assert planner.asked[0].running == left, "the full plan starts from what is left"
 
@@ -393,7 +393,7 @@ def test_stored_plan_that_was_not_sent_is_sent_by_the_next_controller(world: Wor
 
 
 def test_planner_exception_is_reported_and_the_controller_continues(world: World) -> None:
-    class Broken(Fixed):
+    class Broken(FixedPlanner):
         def full(self, plan_request: PlanRequest) -> PlanReply:
             raise ZeroDivisionError
 
@@ -430,7 +430,7 @@ def test_engine_of_a_drained_replica_is_stopped_and_replaced(
 
 
 @dataclass
-class Freezer(Machine):
+class FreezingMachine(FakeMachine):
     """Some of its processes stand still."""
 
     frozen: set[str] = field(default_factory=set)
@@ -448,7 +448,7 @@ class Freezer(Machine):
 
 
 @dataclass
-class Reaching(Gateway):
+class GatewayWithEngineUrls(FakeGateway):
     """Says which engine its replicas have."""
 
     at: str = ""
@@ -458,20 +458,22 @@ class Reaching(Gateway):
         return result | {"replicas": [{**item, "url": self.at} for item in result["replicas"]]}
 
 
-class Frozen(World):
-    machine: Freezer
-    gateway: Reaching
+class FreezingWorld(World):
+    machine: FreezingMachine
+    gateway: GatewayWithEngineUrls
 
 
 @pytest.fixture
-def frozen_world(tmp_path: Path) -> Frozen:
-    made = Frozen(tmp_path)
-    made.machine, made.gateway = Freezer(), Reaching()
+def frozen_world(tmp_path: Path) -> FreezingWorld:
+    made = FreezingWorld(tmp_path)
+    made.machine, made.gateway = FreezingMachine(), GatewayWithEngineUrls()
     return made
 
 
 @pytest.mark.parametrize("starting", [False, True])
-def test_permanently_frozen_engine_is_killed_and_replaced(frozen_world: Frozen, starting: bool) -> None:
+def test_permanently_frozen_engine_is_killed_and_replaced(
+    frozen_world: FreezingWorld, starting: bool
+) -> None:
     """It lives and will never answer: what takes its replica's place must not be it."""
     frozen_world.gateway.replicas = ["a"]
     controller = frozen_world.controller()
@@ -493,7 +495,7 @@ def test_permanently_frozen_engine_is_killed_and_replaced(frozen_world: Frozen, 
 
 @pytest.mark.parametrize("unsure", ["the gateway reaches it", "nobody knows what the gateway has"])
 def test_engine_silent_to_the_controller_is_kept_while_the_gateway_may_reach_it(
-    frozen_world: Frozen, unsure: str
+    frozen_world: FreezingWorld, unsure: str
 ) -> None:
     frozen_world.gateway.replicas = ["a"]
     controller = frozen_world.controller()
@@ -518,12 +520,12 @@ def plan(count: int) -> Plan:
     return Plan("auto", (template,), (Deployment("t", "east", count),), (), (), (), (), 1.5, 0.0)
 
 
-def nodes(count: int) -> tuple[Region, ...]:
+def regions_with_nodes(count: int) -> tuple[Region, ...]:
     return (Region("east", (NodeOffer("1xL4", 1.0, count),)),)
 
 
 @dataclass
-class Slow:
+class SlowPlanner:
     """Takes all nodes that it is told of, when it is let go."""
 
     go: threading.Event = field(default_factory=threading.Event)
@@ -540,7 +542,7 @@ class Slow:
 
 
 def test_plan_for_nodes_lost_meanwhile_is_made_again(tmp_path: Path) -> None:
-    slow, adopted, notes = Slow(), [], []
+    slow, adopted, notes = SlowPlanner(), [], []
     planning = PlanRequests(
         StateStore(tmp_path / "state.db"),
         slow,
@@ -549,12 +551,12 @@ def test_plan_for_nodes_lost_meanwhile_is_made_again(tmp_path: Path) -> None:
     )
 
     def turned(count: int) -> None:
-        planning.turn(WANTED, nodes(count))
+        planning.turn(WANTED, regions_with_nodes(count))
         while planning.under_way is not None:
             planning.under_way.result(60)
-            planning.turn(WANTED, nodes(count))
+            planning.turn(WANTED, regions_with_nodes(count))
 
-    planning.turn(WANTED, nodes(3))
+    planning.turn(WANTED, regions_with_nodes(3))
     slow.go.set()
     turned(2)  # one has gone while it was made
     turned(2)
@@ -564,7 +566,7 @@ def test_plan_for_nodes_lost_meanwhile_is_made_again(tmp_path: Path) -> None:
 
 
 def test_plan_is_adopted_when_more_nodes_became_available(tmp_path: Path) -> None:
-    slow, adopted = Slow(), []
+    slow, adopted = SlowPlanner(), []
     slow.go.set()
     planning = PlanRequests(
         StateStore(tmp_path / "state.db"),
@@ -572,9 +574,9 @@ def test_plan_is_adopted_when_more_nodes_became_available(tmp_path: Path) -> Non
         lambda made, reason: adopted.append(made.deployments[0].count) or len(adopted),
         lambda kind, what, why: None,
     )
-    planning.turn(WANTED, nodes(3))
+    planning.turn(WANTED, regions_with_nodes(3))
     while planning.under_way is not None:
         planning.under_way.result(60)
-        planning.turn(WANTED, nodes(4))
+        planning.turn(WANTED, regions_with_nodes(4))
     assert adopted == [3]
     planning.close()

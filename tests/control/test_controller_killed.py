@@ -29,7 +29,7 @@ KILLS = 3
 WITHIN_S = 60.0
 
 
-class Wanting:
+class WantingGateway:
     """A gateway that wants some replicas, and knows which engines it was told of."""
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class Wanting:
 
 
 @pytest.fixture
-def gateway() -> Iterator[Wanting]:
-    made = Wanting()
+def gateway() -> Iterator[WantingGateway]:
+    made = WantingGateway()
     yield made
     made.server.shutdown()
     made.server.server_close()
@@ -76,7 +76,9 @@ def running(store: StateStore) -> list[str]:
     return [marks[NAME_MARK] for _, marks in marked(OWNER_MARK, owner_of(store)) if NAME_MARK in marks]
 
 
-def test_repeatedly_killed_controller_converges_with_real_processes(tmp_path: Path, gateway: Wanting) -> None:
+def test_repeatedly_killed_controller_converges_with_real_processes(
+    tmp_path: Path, gateway: WantingGateway
+) -> None:
     store = StateStore(tmp_path / "state.db")
     store.add_plan(PLAN, 0.0, "begin")
     chance = random.Random(int.from_bytes(os.urandom(4)))
@@ -110,7 +112,9 @@ def test_repeatedly_killed_controller_converges_with_real_processes(tmp_path: Pa
     assert running(store) == []
 
 
-def test_two_controller_processes_of_one_state_never_act_at_once(tmp_path: Path, gateway: Wanting) -> None:
+def test_two_controller_processes_of_one_state_never_act_at_once(
+    tmp_path: Path, gateway: WantingGateway
+) -> None:
     store = StateStore(tmp_path / "state.db")
     store.add_plan(PLAN, 0.0, "begin")
     gateway.replicas = ["a", "b"]

@@ -31,16 +31,21 @@ def seconds(clock: str) -> int:
 DAY = DayPlans(((seconds("06:30"), plan(3)), (seconds("18:00"), plan(2)), (seconds("23:00"), plan(1))), 600.0)
 
 
-def due(clock: str, day: DayPlans = DAY) -> str:
+def due_plan_time(clock: str, day: DayPlans = DAY) -> str:
     return day.due(NOON.replace(hour=int(clock[:2]), minute=int(clock[3:])).timestamp())[0]
 
 
 def test_day_plan_with_higher_cost_starts_early_and_a_cheaper_one_on_time() -> None:
-    assert due("12:00") == "06:30"
-    assert [due("17:59"), due("18:00")] == ["06:30", "18:00"]
-    assert [due("22:59"), due("23:00"), due("00:00"), due("06:19")] == ["18:00", "23:00", "23:00", "23:00"]
-    assert [due("06:20"), due("06:29"), due("06:30")] == ["06:30"] * 3
-    assert due("03:00", DayPlans(DAY.plans[:1])) == "06:30", "one plan is for the whole day"
+    assert due_plan_time("12:00") == "06:30"
+    assert [due_plan_time("17:59"), due_plan_time("18:00")] == ["06:30", "18:00"]
+    assert [
+        due_plan_time("22:59"),
+        due_plan_time("23:00"),
+        due_plan_time("00:00"),
+        due_plan_time("06:19"),
+    ] == ["18:00", "23:00", "23:00", "23:00"]
+    assert [due_plan_time("06:20"), due_plan_time("06:29"), due_plan_time("06:30")] == ["06:30"] * 3
+    assert due_plan_time("03:00", DayPlans(DAY.plans[:1])) == "06:30", "one plan is for the whole day"
 
 
 @given(st.sets(st.integers(0, 1439), min_size=1, max_size=6), st.integers(0, DAY_S - 1))

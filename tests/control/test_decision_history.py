@@ -30,7 +30,7 @@ from potluck.core.values.plan import PlannedReplica, Template, plan_from_json
 from potluck.perf.timers.profile import profile_from_json
 
 
-class Gateway:
+class FakeGateway:
     def __init__(self) -> None:
         self.epoch, self.said, self.ended, self.thinks = "one", 0, 0, "m: 4 requests/s is steady"
 
@@ -46,9 +46,9 @@ class Gateway:
         }
 
 
-class Scene:
+class HistoryScenario:
     def __init__(self, path: Path) -> None:
-        self.path, self.now_s, self.gateway = path / "state.db", 100 * BIN_S, Gateway()
+        self.path, self.now_s, self.gateway = path / "state.db", 100 * BIN_S, FakeGateway()
         self.said: list[str] = []
 
     def chronicle(self) -> DecisionHistory:
@@ -64,7 +64,7 @@ class Scene:
 
 
 def test_each_decision_is_recorded_once_across_controllers(tmp_path: Path) -> None:
-    resolved = Scene(tmp_path)
+    resolved = HistoryScenario(tmp_path)
     resolved.gateway.said = 2
     resolved.chronicle().turn()
     resolved.chronicle().turn()
@@ -78,7 +78,7 @@ def test_each_decision_is_recorded_once_across_controllers(tmp_path: Path) -> No
 
 
 def test_request_rates_are_binned_across_restarts_of_gateway_and_controller(tmp_path: Path) -> None:
-    resolved = Scene(tmp_path)
+    resolved = HistoryScenario(tmp_path)
     for _ in range(60):  # a bin and a bit, 2 requests a second; both are restarted in between
         resolved.chronicle().turn()
         resolved.now_s += 20.0
@@ -92,7 +92,7 @@ def test_request_rates_are_binned_across_restarts_of_gateway_and_controller(tmp_
 
 
 def test_rate_bin_observed_for_too_short_is_omitted(tmp_path: Path) -> None:
-    resolved = Scene(tmp_path)
+    resolved = HistoryScenario(tmp_path)
     resolved.now_s += 500.0
     for _ in range(20):
         resolved.chronicle().turn()

@@ -35,21 +35,21 @@ print(json.dumps([[each.getsockname()[1] for each in held] for held in (clients,
 
 
 @pytest.fixture
-def deep(tmp_path: Path) -> Path:
+def long_socket_folder(tmp_path: Path) -> Path:
     """A folder whose sockets have longer names than the system takes."""
     folder = tmp_path / ("d" * 120)
     folder.mkdir()
     return folder
 
 
-def listening() -> socket.socket:
+def listening_socket() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-def test_gateway_serves_on_while_its_listening_sockets_are_copied(deep: Path) -> None:
+def test_gateway_serves_on_while_its_listening_sockets_are_copied(long_socket_folder: Path) -> None:
     async def scenario() -> None:
-        client, operator, handed = listening(), listening(), asyncio.Event()
-        path, held = takeover_in(deep), HeldSockets()
+        client, operator, handed = listening_socket(), listening_socket(), asyncio.Event()
+        path, held = takeover_in(long_socket_folder), HeldSockets()
         assert not hands_over(path)
         assert not held.fetch(path)
         heritage = SocketHandover(path, [client], [operator], handed.set)
@@ -75,7 +75,7 @@ def test_gateway_serves_on_while_its_listening_sockets_are_copied(deep: Path) ->
 
 def test_started_process_inherits_the_held_sockets() -> None:
     held = HeldSockets()
-    held.clients, held.operators = [listening(), listening()], [listening()]
+    held.clients, held.operators = [listening_socket(), listening_socket()], [listening_socket()]
     files, text = held.passed()
     try:
         out = subprocess.run(
@@ -104,7 +104,7 @@ def test_supervisor_holds_copies_of_the_sockets() -> None:
     mine, theirs = socket.socketpair()
     held, kept = HeldSockets(), HeldSockets()
     held.give(Path("/nobody"))  # without a supervisor nothing happens
-    held.clients, held.link = [listening()], theirs
+    held.clients, held.link = [listening_socket()], theirs
     held.give(Path("/state"))
     text, numbers, _, _ = socket.recv_fds(mine, MOST_BYTES, MOST_SOCKETS)
     kept.told(text, list(numbers))
@@ -118,7 +118,7 @@ def test_lost_gateway_is_restarted_with_its_command_and_sockets(tmp_path: Path) 
     held = HeldSockets()
     revive(tmp_path, held)  # of a state that is not there nothing is started
     assert not (tmp_path / "state.db").exists()
-    held.clients = [listening()]
+    held.clients = [listening_socket()]
     text = tmp_path / "said"
     command = [
         sys.executable,
@@ -162,7 +162,7 @@ sys.exit(supervised(run))
 """
 
 
-def start(*words: str) -> subprocess.Popen[str]:
+def start_supervisor(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, *words],
         stdin=subprocess.PIPE,
@@ -172,13 +172,13 @@ def start(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def line_of(process: subprocess.Popen[str]) -> tuple[int, str, int]:
+def status_line(process: subprocess.Popen[str]) -> tuple[int, str, int]:
     assert process.stdout is not None
     pid, again, port = process.stdout.readline().split()
     return int(pid), again, int(port)
 
 
-def ended(process: subprocess.Popen[str]) -> int:
+def exit_code(process: subprocess.Popen[str]) -> int:
     code = process.wait(60)
     for item in (process.stdin, process.stdout):
         assert item is not None
@@ -188,38 +188,38 @@ def ended(process: subprocess.Popen[str]) -> int:
 
 def test_killed_serving_command_is_restarted_with_its_sockets(tmp_path: Path) -> None:
     state = StateStore(tmp_path / "state.db")
-    process = start(str(tmp_path), "serves")
-    pid, again, port = line_of(process)
+    process = start_supervisor(str(tmp_path), "serves")
+    pid, again, port = status_line(process)
     assert again == "False"
     os.kill(pid, 9)
-    second, again, same = line_of(process)
+    second, again, same = status_line(process)
     assert (again, same) == ("True", port)
     assert second != pid
     socket.create_connection(("127.0.0.1", port), timeout=10).close()
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    assert ended(process) == 7, "it ended by itself"
+    assert exit_code(process) == 7, "it ended by itself"
     state.close()
 
 
 def test_command_that_never_served_is_not_restarted(tmp_path: Path) -> None:
-    process = start(str(tmp_path))
-    os.kill(line_of(process)[0], 9)
-    assert ended(process) == 128 + 9
+    process = start_supervisor(str(tmp_path))
+    os.kill(status_line(process)[0], 9)
+    assert exit_code(process) == 128 + 9
 
 
 @pytest.mark.parametrize("number", [15, 2])
 def test_command_gets_the_signals_of_its_supervisor(tmp_path: Path, number: int) -> None:
-    process = start(str(tmp_path), "serves")
-    line_of(process)
+    process = start_supervisor(str(tmp_path), "serves")
+    status_line(process)
     os.kill(process.pid, number)
-    assert ended(process) != 7
+    assert exit_code(process) != 7
 
 
 def test_command_ends_with_its_supervisor(tmp_path: Path) -> None:
-    process = start(str(tmp_path), "serves")
-    pid, _, _ = line_of(process)
+    process = start_supervisor(str(tmp_path), "serves")
+    pid, _, _ = status_line(process)
     gone = threading.Event()
 
     def watch() -> None:
@@ -233,4 +233,4 @@ def test_command_ends_with_its_supervisor(tmp_path: Path) -> None:
     process.kill()
     assert gone.wait(60)
     watching.join()
-    ended(process)
+    exit_code(process)

@@ -57,7 +57,7 @@ Made = Callable[..., KubernetesLauncher]
 
 
 @pytest.fixture
-def made(kube: Kube, tmp_path: Path) -> Iterator[Made]:
+def make_launcher(kube: Kube, tmp_path: Path) -> Iterator[Made]:
     launchers = []
 
     def make(**more: Any) -> KubernetesLauncher:
@@ -75,7 +75,7 @@ def made(kube: Kube, tmp_path: Path) -> Iterator[Made]:
         launcher.close()
 
 
-def come_to(launcher: KubernetesLauncher, places: dict[str, Place], state: str) -> EngineSighting:
+def wait_for_state(launcher: KubernetesLauncher, places: dict[str, Place], state: str) -> EngineSighting:
     until_s = time.monotonic() + 60.0
     while True:
         seen = launcher.look(places)
@@ -85,10 +85,10 @@ def come_to(launcher: KubernetesLauncher, places: dict[str, Place], state: str) 
         time.sleep(0.02)
 
 
-def test_engine_pod_is_found_by_a_successor_and_deleted(kube: Kube, made: Made) -> None:
-    launcher = made()
+def test_engine_pod_is_found_by_a_successor_and_deleted(kube: Kube, make_launcher: Made) -> None:
+    launcher = make_launcher()
     places = {"M.odd_name-1a2b": launcher.start("M.odd_name-1a2b", MAKE)}
-    url = come_to(launcher, places, "up").url
+    url = wait_for_state(launcher, places, "up").url
     (pod,) = kube.objects["pods"].values()
     assert pod["metadata"]["name"] == "m-odd-name-1a2b"
     assert url == f"http://{pod['status']['podIP']}:8100"
@@ -96,10 +96,10 @@ def test_engine_pod_is_found_by_a_successor_and_deleted(kube: Kube, made: Made) 
     assert pod["spec"]["restartPolicy"] == "Never"
     (secret,) = kube.objects["secrets"].values()
     assert base64.b64decode(secret["data"]["engine.key"]) == b"the key"
-    successor = made()
-    assert come_to(successor, places, "up").url == url
+    successor = make_launcher()
+    assert wait_for_state(successor, places, "up").url == url
     successor.stop("M.odd_name-1a2b", places["M.odd_name-1a2b"])
-    assert come_to(successor, places, "dead").problem == "was asked to end"
+    assert wait_for_state(successor, places, "dead").problem == "was asked to end"
     assert kube.objects["pods"] == {}
     # One that was started and never written down is nobody's.
     launcher.start("lost-1", MAKE)
@@ -111,17 +111,17 @@ def test_engine_pod_is_found_by_a_successor_and_deleted(kube: Kube, made: Made) 
     assert len(lists) == 2, "each of two launchers lists once, and watches from then on"
 
 
-def test_mock_engine_is_one_pod_for_any_layout(kube: Kube, made: Made) -> None:
+def test_mock_engine_is_one_pod_for_any_layout(kube: Kube, make_launcher: Made) -> None:
     pipeline = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
-    place = made().start("p-1", EngineSpec("m", pipeline, "east"))
+    place = make_launcher().start("p-1", EngineSpec("m", pipeline, "east"))
     assert set(place) == {"pod", "namespace"}, "no workers of its own"
     (pod,) = kube.objects["pods"].values()
     words = pod["spec"]["containers"][0]["command"]
     assert '"stages"' in words[words.index("--emulate") + 1]
 
 
-def test_impossible_kubernetes_request_is_refused_in_one_line(kube: Kube, made: Made) -> None:
-    launcher = made()
+def test_impossible_kubernetes_request_is_refused_in_one_line(kube: Kube, make_launcher: Made) -> None:
+    launcher = make_launcher()
     with pytest.raises(CapacityError, match="no node of the cluster has T4; it has NVIDIA-A10, NVIDIA-L4"):
         launcher.start("t-1", EngineSpec("m", single("1xT4", 1, 2), "east"))
     with pytest.raises(ApiRefused, match="refuses POST /api/v1/namespaces/potluck/pods: .*"):
@@ -133,38 +133,38 @@ def test_impossible_kubernetes_request_is_refused_in_one_line(kube: Kube, made: 
 
 
 def test_ended_pod_is_dead_with_its_last_log_line_and_is_deleted(
-    kube: Kube, made: Made, tmp_path: Path
+    kube: Kube, make_launcher: Made, tmp_path: Path
 ) -> None:
-    launcher = made()
+    launcher = make_launcher()
     places = {"m-1": launcher.start("m-1", MAKE)}
-    come_to(launcher, places, "up")
+    wait_for_state(launcher, places, "up")
     kube.processes["m-1"].kill()
-    assert come_to(launcher, places, "dead").problem == "ended with -9: Error"
+    assert wait_for_state(launcher, places, "dead").problem == "ended with -9: Error"
     assert launcher.log_of("m-1").read_text() == "listens\n"
     assert kube.objects["pods"] == {}
 
 
-def test_silent_node_is_detected_and_avoided(kube: Kube, made: Made) -> None:
-    launcher = made(lost_s=1.0)
+def test_silent_node_is_detected_and_avoided(kube: Kube, make_launcher: Made) -> None:
+    launcher = make_launcher(lost_s=1.0)
     places = {"m-1": launcher.start("m-1", MAKE)}
-    come_to(launcher, places, "up")
+    wait_for_state(launcher, places, "up")
     node = kube.objects["pods"]["m-1"]["spec"]["nodeName"]
     launcher.news()
     kube.lose(node)
-    assert "has not answered for" in come_to(launcher, places, "dead").problem
+    assert "has not answered for" in wait_for_state(launcher, places, "dead").problem
     assert [(item.kind, item.node) for item in launcher.news()] == [("gone", node)]
     assert [item.id for item in launcher.there() if not item.well] == [node], (
         "Kubernetes still holds it for ready"
     )
     places = {"m-2": launcher.start("m-2", MAKE)}
-    come_to(launcher, places, "up")
+    wait_for_state(launcher, places, "up")
     assert {node, kube.objects["pods"]["m-2"]["spec"]["nodeName"]} == {"node-a", "node-b"}
 
 
-def test_cordoned_node_gives_a_notice_and_an_expired_watch_restarts(kube: Kube, made: Made) -> None:
-    launcher = made()
+def test_cordoned_node_gives_a_notice_and_an_expired_watch_restarts(kube: Kube, make_launcher: Made) -> None:
+    launcher = make_launcher()
     places = {"m-1": launcher.start("m-1", MAKE)}
-    come_to(launcher, places, "up")
+    wait_for_state(launcher, places, "up")
     kube.forget_history()
     kube.cordon("node-a")
     kube.add_node("node-d", "NVIDIA-L4", 4, "east")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kube_server import Kube
-from test_kubernetes_launcher import ENGINE, SPELLINGS, come_to
+from test_kubernetes_launcher import ENGINE, SPELLINGS, wait_for_state
 
 from potluck.cli.engine.engine import serve, vllm
 from potluck.control.control_values import EngineSpec, Place
@@ -73,7 +73,7 @@ def test_pipeline_workers_start_first_and_the_engine_gets_their_addresses(
 ) -> None:
     places = {"p-1": launcher.start("p-1", MAKE)}
     assert sorted(kube.objects["pods"]) == NAMES
-    assert come_to(launcher, places, "up").url.startswith("http://127.81.0.")
+    assert wait_for_state(launcher, places, "up").url.startswith("http://127.81.0.")
     pods = kube.objects["pods"]
     assert [pods[name]["spec"]["nodeSelector"]["nvidia.com/gpu.product"] for name in NAMES] == [
         "NVIDIA-A10",
@@ -91,7 +91,7 @@ def test_pipeline_workers_start_first_and_the_engine_gets_their_addresses(
     secret = next(iter(kube.objects["secrets"].values()))["data"]["pipeline.secret"]
     assert secret.encode() not in (kube.folder / "p-1-w0.log").read_bytes()
     launcher.stop("p-1", places["p-1"])
-    assert come_to(launcher, places, "dead").problem == "was asked to end"
+    assert wait_for_state(launcher, places, "dead").problem == "was asked to end"
     until_gone(launcher, kube, {})
 
 
@@ -99,7 +99,7 @@ def test_ended_pipeline_worker_is_restarted_and_the_engine_stays(
     kube: Kube, launcher: KubernetesLauncher
 ) -> None:
     places = {"p-1": launcher.start("p-1", MAKE)}
-    come_to(launcher, places, "up")
+    wait_for_state(launcher, places, "up")
     before = kube.processes["p-1-w1"]
     before.kill()
     until_s = time.monotonic() + 60.0
@@ -112,7 +112,7 @@ def test_ended_pipeline_worker_is_restarted_and_the_engine_stays(
 
 def test_deleted_worker_pod_ends_the_whole_pipeline(kube: Kube, launcher: KubernetesLauncher) -> None:
     places = {"p-1": launcher.start("p-1", MAKE)}
-    come_to(launcher, places, "up")
+    wait_for_state(launcher, places, "up")
     kube.cordon("node-b")
     on_b = next(name for name, pod in kube.objects["pods"].items() if pod["spec"]["nodeName"] == "node-b")
     until_s = time.monotonic() + 60.0
@@ -124,7 +124,7 @@ def test_deleted_worker_pod_ends_the_whole_pipeline(kube: Kube, launcher: Kubern
     assert notices == [("p-1",)], "an engine is on every machine that it has a worker on"
     kube.delete("pods", on_b, 0)
     launcher._made_s[on_b] -= 60.0  # it was made a while ago
-    assert come_to(launcher, places, "dead").problem == f"its worker {on_b} is gone"
+    assert wait_for_state(launcher, places, "dead").problem == f"its worker {on_b} is gone"
     until_gone(launcher, kube, places)
 
 
@@ -139,7 +139,7 @@ def test_vllm_nodes_start_after_the_first_and_end_together(kube: Kube, launcher:
         other = f"{name}-n1"
         places = {name: launcher.start(name, NODES)}
         assert sorted(kube.objects["pods"]) == [name], "the others must know where it is"
-        come_to(launcher, places, "up")
+        wait_for_state(launcher, places, "up")
         until_s = time.monotonic() + 60.0
         while other not in kube.processes:
             launcher.look(places)
@@ -155,11 +155,11 @@ def test_vllm_nodes_start_after_the_first_and_end_together(kube: Kube, launcher:
                 assert told == [2, rank, f"{at}:7100", "20,12"]
         assert "readinessProbe" not in pods[other]["spec"]["containers"][0]
         kube.processes[other].kill()
-        assert f"its worker {other}" in come_to(launcher, places, "dead").problem
+        assert f"its worker {other}" in wait_for_state(launcher, places, "dead").problem
         until_gone(launcher, kube, places)
         launcher.look({})
     places = {"p-3": launcher.start("p-3", NODES)}
-    come_to(launcher, places, "up")
+    wait_for_state(launcher, places, "up")
     launcher.stop("p-3", places["p-3"])
-    assert come_to(launcher, places, "dead").problem == "was asked to end"
+    assert wait_for_state(launcher, places, "dead").problem == "was asked to end"
     until_gone(launcher, kube, {})

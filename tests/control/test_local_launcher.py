@@ -54,7 +54,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
 
 
-def until(what: Callable[[], bool], within_s: float = 20.0) -> None:
+def wait_until(what: Callable[[], bool], within_s: float = 20.0) -> None:
     end_s = time.monotonic() + within_s
     while not what():
         assert time.monotonic() < end_s, "it never came about"
@@ -62,7 +62,7 @@ def until(what: Callable[[], bool], within_s: float = 20.0) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Scripts(EngineCommands):
+class ScriptEngines(EngineCommands):
     script: str = HEALTHY
 
     def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
@@ -71,74 +71,76 @@ class Scripts(EngineCommands):
 
 def test_local_engine_is_found_by_a_successor_and_ends(tmp_path: Path) -> None:
     owner = str(tmp_path)
-    first = LocalLauncher(Scripts(), tmp_path, owner)
+    first = LocalLauncher(ScriptEngines(), tmp_path, owner)
     place = first.start("i1", MAKE)
-    until(lambda: first.look({"i1": place})[0].state == "up")
-    second = LocalLauncher(Scripts(), tmp_path, owner)
+    wait_until(lambda: first.look({"i1": place})[0].state == "up")
+    second = LocalLauncher(ScriptEngines(), tmp_path, owner)
     (seen,) = second.look({"i1": place})
     assert (seen.state, seen.url) == ("up", place["url"])
     second.stop("i1", place)
-    until(lambda: second.look({"i1": place})[0].state == "dead")
+    wait_until(lambda: second.look({"i1": place})[0].state == "dead")
     assert list(marked("POTLUCK_OWNER", owner)) == []
 
 
 def test_unrecorded_engine_process_is_ended(tmp_path: Path) -> None:
     owner = str(tmp_path)
-    lost = LocalLauncher(Scripts(), tmp_path, owner)
+    lost = LocalLauncher(ScriptEngines(), tmp_path, owner)
     place = lost.start("i1", MAKE)
     pid = ProcessId(int(str(place["pid"])), int(str(place["started"])))
     assert alive(pid)
-    successor = LocalLauncher(Scripts(), tmp_path, owner)
+    successor = LocalLauncher(ScriptEngines(), tmp_path, owner)
 
     def gone() -> bool:
         successor.look({})
         return not alive(pid)
 
-    until(gone)
+    wait_until(gone)
 
 
 def test_engine_processes_of_another_owner_are_left_alone(tmp_path: Path) -> None:
-    mine = LocalLauncher(Scripts(), tmp_path, f"{tmp_path}/mine")
+    mine = LocalLauncher(ScriptEngines(), tmp_path, f"{tmp_path}/mine")
     place = mine.start("i1", MAKE)
-    LocalLauncher(Scripts(), tmp_path, f"{tmp_path}/theirs").look({})
+    LocalLauncher(ScriptEngines(), tmp_path, f"{tmp_path}/theirs").look({})
     assert mine.look({"i1": place})[0].state != "dead"
     mine.stop("i1", place)
-    until(lambda: mine.look({"i1": place})[0].state == "dead")
+    wait_until(lambda: mine.look({"i1": place})[0].state == "dead")
 
 
 def test_dead_engine_reports_its_last_log_line(tmp_path: Path) -> None:
     launcher = LocalLauncher(
-        Scripts(script="import sys; sys.exit('potluck: error: no memory left')"), tmp_path, str(tmp_path)
+        ScriptEngines(script="import sys; sys.exit('potluck: error: no memory left')"),
+        tmp_path,
+        str(tmp_path),
     )
     place = launcher.start("i1", MAKE)
-    until(lambda: launcher.look({"i1": place})[0].state == "dead")
+    wait_until(lambda: launcher.look({"i1": place})[0].state == "dead")
     assert launcher.look({"i1": place})[0].problem == "no memory left"
 
 
 def test_engine_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     now = [0.0]
-    launcher = LocalLauncher(Scripts(script=DEAF), tmp_path, str(tmp_path), clock=lambda: now[0])
+    launcher = LocalLauncher(ScriptEngines(script=DEAF), tmp_path, str(tmp_path), clock=lambda: now[0])
     place = launcher.start("i1", MAKE)
-    until(lambda: last_words(launcher.log_of("i1")) == "deaf")
+    wait_until(lambda: last_words(launcher.log_of("i1")) == "deaf")
     launcher.stop("i1", place)
     assert launcher.look({"i1": place})[0].state == "starting"
     now[0] = 16.0
     launcher.look({"i1": place})
-    until(lambda: launcher.look({"i1": place})[0].state == "dead")
+    wait_until(lambda: launcher.look({"i1": place})[0].state == "dead")
 
 
 def test_frozen_engine_is_reported_silent_and_killed(tmp_path: Path) -> None:
-    launcher = LocalLauncher(Scripts(), tmp_path, str(tmp_path))
+    launcher = LocalLauncher(ScriptEngines(), tmp_path, str(tmp_path))
     place = launcher.start("i1", MAKE)
-    until(lambda: launcher.look({"i1": place})[0].state == "up")
+    wait_until(lambda: launcher.look({"i1": place})[0].state == "up")
     number = int(str(place["pid"]))
     os.kill(number, signal.SIGSTOP)
-    until(lambda: launcher.look({"i1": place})[0].stands_still)
+    wait_until(lambda: launcher.look({"i1": place})[0].stands_still)
     os.kill(number, signal.SIGCONT)
-    until(lambda: launcher.look({"i1": place})[0].state == "up")
+    wait_until(lambda: launcher.look({"i1": place})[0].state == "up")
     os.kill(number, signal.SIGSTOP)
     launcher.kill("i1", place)
-    until(lambda: launcher.look({"i1": place})[0].state == "dead")
+    wait_until(lambda: launcher.look({"i1": place})[0].state == "dead")
 
 
 def test_reused_process_id_is_not_taken_for_the_engine(tmp_path: Path) -> None:
@@ -148,16 +150,16 @@ def test_reused_process_id_is_not_taken_for_the_engine(tmp_path: Path) -> None:
     end(other)
     assert alive(pid)
     end(pid, insist=True)
-    until(lambda: not alive(pid))
+    wait_until(lambda: not alive(pid))
 
 
 def test_engine_log_is_rotated_while_its_writer_continues(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = "import sys, time\nfor i in range(400):\n print('x' * 99, flush=True); time.sleep(0.001)\nprint('end')"
     pid = spawn([sys.executable, "-S", "-c", script], {}, log)
-    until(lambda: log.exists() and log.stat().st_size > 5000)
+    wait_until(lambda: log.exists() and log.stat().st_size > 5000)
     rotate(log, 5000)
-    until(lambda: not alive(pid))
+    wait_until(lambda: not alive(pid))
     assert log.with_name("log.1").stat().st_size > 5000
     assert log.stat().st_size < 40_000
     assert b"\0" not in log.read_bytes()  # no hole in its place
@@ -186,12 +188,12 @@ def test_engine_commands_have_the_planned_layout_and_budget() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_stopped_process_is_ended(tmp_path: Path) -> None:
-    launcher = LocalLauncher(Scripts(), tmp_path, str(tmp_path))
+    launcher = LocalLauncher(ScriptEngines(), tmp_path, str(tmp_path))
     place = launcher.start("i1", MAKE)
-    until(lambda: launcher.look({"i1": place})[0].state == "up")
+    wait_until(lambda: launcher.look({"i1": place})[0].state == "up")
     os.kill(int(str(place["pid"])), signal.SIGSTOP)
     launcher.stop("i1", place)
-    until(lambda: launcher.look({"i1": place})[0].state == "dead")
+    wait_until(lambda: launcher.look({"i1": place})[0].state == "dead")
 
 
 L4 = single("1xL4", 1, 32)
@@ -217,24 +219,24 @@ PLAN = Plan(
 )
 
 
-def asked(rate_per_s: float, answer: int = 80) -> tuple[Traffic, ...]:
+def traffic_of(rate_per_s: float, answer: int = 80) -> tuple[Traffic, ...]:
     return (Traffic("words", rate_per_s, (LengthBin(500, answer, 1.0),)),)
 
 
 def test_needed_cpus_are_the_sum_of_prompt_step_and_sequence_costs() -> None:
     cost = CpuCost(1e-4, 5e-3, 1e-4)
     # 10 x 500 prompt tokens; four replicas answer, 20 steps a second each; 10 x 80 answer tokens
-    assert needed_cpus(PLAN, asked(10.0), cost) == pytest.approx(0.5 + 80 * 5e-3 + 0.08)
+    assert needed_cpus(PLAN, traffic_of(10.0), cost) == pytest.approx(0.5 + 80 * 5e-3 + 0.08)
     # no more steps than tokens
-    assert needed_cpus(PLAN, asked(0.1), cost) == pytest.approx(0.005 + 8 * 5e-3 + 0.0008)
+    assert needed_cpus(PLAN, traffic_of(0.1), cost) == pytest.approx(0.005 + 8 * 5e-3 + 0.0008)
 
 
 def test_machine_too_slow_for_emulation_is_reported_with_its_limit() -> None:
     cost = CpuCost(4e-4, 5e-3, 0.0)
-    line = slow_line(PLAN, asked(10.0), cost, 1)
+    line = slow_line(PLAN, traffic_of(10.0), cost, 1)
     assert line.startswith("this machine would have to compute 2.4 times faster to stand for these GPUs")
     assert "at the planned 10.0 requests/s: beyond about 3.00 requests/s latencies are the CPU's" in line
-    assert slow_line(PLAN, asked(10.0), cost, 2) == ""
+    assert slow_line(PLAN, traffic_of(10.0), cost, 2) == ""
 
 
 @pytest.mark.parametrize("said", [None, {}, {"prompt_token_s": 1.0}, "quick", {"prompt_token_s": "x"}])
@@ -273,7 +275,7 @@ def fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[For
         end(pid, insist=True)
 
 
-def _until(what: object) -> None:
+def _wait_until(what: object) -> None:
     until_s = time.monotonic() + WITHIN_S
     while not what():  # type: ignore[operator]
         assert time.monotonic() < until_s
@@ -292,7 +294,7 @@ def test_forked_engine_runs_logs_and_is_reaped(fork_server: ForkServer, tmp_path
     assert fork_server.wait_ready(WITHIN_S)
     pid = fork_server.fork(["--version"], log)
     assert pid is not None
-    _until(lambda: not alive(pid))
+    _wait_until(lambda: not alive(pid))
     assert log.read_text().startswith("potluck, version")
 
 
@@ -304,13 +306,13 @@ def test_forked_engine_outlives_the_fork_server_and_is_found_by_its_mark(
     log = tmp_path / "two.log"
     pid = fork_server.fork(arguments, log)
     assert pid is not None
-    _until(lambda: log.exists() and '"url"' in log.read_text())
+    _wait_until(lambda: log.exists() and '"url"' in log.read_text())
     fork_server.close()
     assert alive(pid)
     assert list(engines_of(str(tmp_path))) == [pid], "the fork server itself is no engine"
     assert fork_server.fork(arguments, log) is None, "who asks then starts a process instead"
     end(pid)
-    _until(lambda: not alive(pid))
+    _wait_until(lambda: not alive(pid))
 
 
 def test_frozen_fork_server_is_killed_and_not_used(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_controller import PLAN, TEMPLATE, Fixed, World, planned
+from test_controller import PLAN, TEMPLATE, FixedPlanner, World, run_until_planned
 
 from potluck.control.control_values import EngineInstance, EngineSpec, LaunchEngine, StopEngine, WantedReplica
 from potluck.control.launchers.process import started_at
@@ -108,17 +108,17 @@ def test_planner_only_advises_while_a_manual_plan_holds(tmp_path: Path) -> None:
     store.add_plan(PLAN, 0.0, "by hand: t@east=2")
     assert is_by_hand(store.plan())
     assert not is_by_hand(PlanVersion(1, 0.0, "potluck up", PLAN))
-    controller = world.controller(Fixed(scaled(PLAN, TEMPLATE.name, "east", 5, {"east": 1.0})))
+    controller = world.controller(FixedPlanner(scaled(PLAN, TEMPLATE.name, "east", 5, {"east": 1.0})))
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more is asked for"}
     world.turns(controller, 1)
-    planned(world, controller)
+    run_until_planned(world, controller)
     assert world.gateway.plans == []
     (advice,) = [happening for happening in store.happenings() if happening.kind == "advice"]
     assert "by hand and holds" in advice.why
     store.add_plan(PLAN, 1.0, "handed back (was by hand)")
     world.gateway.replan = {"rates_per_s": {"m": 4.0}, "reason": "even more"}
     world.turns(controller, 1)
-    planned(world, controller)
+    run_until_planned(world, controller)
     assert len(world.gateway.plans) == 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_controller import PLAN, Fixed, World, planned
+from test_controller import PLAN, FixedPlanner, World, run_until_planned
 
 from potluck.cli.simulating.simulation import market_over_time
 from potluck.control.manual_changes import leaving
@@ -79,10 +79,10 @@ def test_invalid_market_file_keeps_the_last_valid_one(tmp_path: Path) -> None:
 def _market(gateway: Any, told: list[Any]) -> None:
     wanted = gateway.wanted
     gateway.wanted = lambda: {**wanted(), "market": told[-1] if told else None}
-    gateway.set_market = lambda regions: told.append([_plain(region) for region in regions])
+    gateway.set_market = lambda regions: told.append([_as_json(region) for region in regions])
 
 
-def _plain(region: Region) -> Any:
+def _as_json(region: Region) -> Any:
     from potluck.core.codec import encode
 
     return encode(region)
@@ -108,10 +108,10 @@ def test_plans_use_current_market_prices(tmp_path: Path) -> None:
     _market(world.gateway, message)
     path = tmp_path / "market.yaml"
     path.write_text("offers: [{region: west, node: 1xA10, price_usd_per_h: 0.1}]")
-    controller = world.controller(Fixed(PLAN, asked), market=MarketFile(path, SPEC))
+    controller = world.controller(FixedPlanner(PLAN, asked), market=MarketFile(path, SPEC))
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "prices"}
     world.turns(controller, 1)
-    planned(world, controller)
+    run_until_planned(world, controller)
     assert asked[0].regions[1].offers[0].price_usd_per_h == 0.1
 
 

@@ -34,17 +34,22 @@ A = EngineSpec("m", single("1xA10", 1, 2), "east")
 B = EngineSpec("m", single("1xL4", 1, 2), "east")
 
 
-def _want(name: str, engine_spec: EngineSpec = A, *, draining: bool = False) -> WantedReplica:
+def _wanted_replica(name: str, engine_spec: EngineSpec = A, *, draining: bool = False) -> WantedReplica:
     return WantedReplica(name, engine_spec, "mixed", draining)
 
 
-def _up(name: str, replica: str = "", engine_spec: EngineSpec = A, since_s: float = 0.0) -> EngineInstance:
+def _running_engine(
+    name: str, replica: str = "", engine_spec: EngineSpec = A, since_s: float = 0.0
+) -> EngineInstance:
     return EngineInstance(name, engine_spec, "up", since_s, f"http://h/{name}", replica)
 
 
 def test_existing_engines_are_assigned_before_new_ones_start() -> None:
     result = step(
-        [_want("r1"), _want("r2"), _want("r3", B)], [_up("i1", "r1"), _up("i2")], ReconcilerMemory(), 0.0
+        [_wanted_replica("r1"), _wanted_replica("r2"), _wanted_replica("r3", B)],
+        [_running_engine("i1", "r1"), _running_engine("i2")],
+        ReconcilerMemory(),
+        0.0,
     )
     assert AssignEngine("i2", "r2", "it was there and free") in result.orders
     launches = [order.want.replica for order in result.orders if isinstance(order, LaunchEngine)]
@@ -52,35 +57,35 @@ def test_existing_engines_are_assigned_before_new_ones_start() -> None:
 
 
 def test_engine_is_assigned_to_a_renamed_replica() -> None:
-    result = step([_want("new")], [_up("i", "old")], ReconcilerMemory(), 0.0)
+    result = step([_wanted_replica("new")], [_running_engine("i", "old")], ReconcilerMemory(), 0.0)
     assert result.orders == (AssignEngine("i", "new", "it was there and free"),)
 
 
 def test_unwanted_engine_is_stopped_after_the_linger_time_unless_pinned() -> None:
-    hand = replace(_up("hand"), pinned=True)
-    first = step([], [_up("i", "r"), hand], ReconcilerMemory(), 10.0, linger_s=5.0)
+    hand = replace(_running_engine("hand"), pinned=True)
+    first = step([], [_running_engine("i", "r"), hand], ReconcilerMemory(), 10.0, linger_s=5.0)
     assert [type(order) for order in first.orders] == [AssignEngine]
-    later = step([], [_up("i"), hand], first.memory, 15.0, linger_s=5.0)
+    later = step([], [_running_engine("i"), hand], first.memory, 15.0, linger_s=5.0)
     assert [order.instance for order in later.orders if isinstance(order, StopEngine)] == ["i"]
 
 
 def test_replica_wanted_again_in_time_keeps_its_engine() -> None:
-    first = step([], [_up("i")], ReconcilerMemory(), 0.0, linger_s=5.0)
-    again = step([_want("r")], [_up("i")], first.memory, 4.0, linger_s=5.0)
+    first = step([], [_running_engine("i")], ReconcilerMemory(), 0.0, linger_s=5.0)
+    again = step([_wanted_replica("r")], [_running_engine("i")], first.memory, 4.0, linger_s=5.0)
     assert [type(order) for order in again.orders] == [AssignEngine]
-    assert step([], [_up("i")], again.memory, 6.0, linger_s=5.0).orders == ()
+    assert step([], [_running_engine("i")], again.memory, 6.0, linger_s=5.0).orders == ()
 
 
 def test_failed_starts_are_retried_with_exponential_backoff() -> None:
     memory, now_s, tries = ReconcilerMemory(), 0.0, []
     while now_s < 200:
-        result = step([_want("r")], [], memory, now_s)
+        result = step([_wanted_replica("r")], [], memory, now_s)
         memory = result.memory
         if result.orders:
             tries.append(now_s)
             why = ("no memory", "no port")[len(tries) % 2]
             dead = EngineInstance(f"i{now_s}", A, "dead", now_s, problem=why)
-            result = step([_want("r")], [dead], memory, now_s)
+            result = step([_wanted_replica("r")], [dead], memory, now_s)
             assert ForgetEngine(f"i{now_s}", why) in result.orders
             memory = result.memory
         else:
@@ -92,27 +97,27 @@ def test_failed_starts_are_retried_with_exponential_backoff() -> None:
 
 def test_running_engine_clears_the_failure_count() -> None:
     memory = ReconcilerMemory().failed(A, 0.0, "why").failed(A, 0.0, "why")
-    assert step([_want("r")], [_up("i", "r")], memory, 1.0).memory.failures == {}
+    assert step([_wanted_replica("r")], [_running_engine("i", "r")], memory, 1.0).memory.failures == {}
 
 
 @pytest.mark.parametrize("name", ["a", "z"])
 def test_failed_starts_count_while_an_older_engine_of_the_same_make_runs(name: str) -> None:
     """One that came up before says nothing of starts now, whichever the state lists first."""
-    wants, memory = [_want("r1"), _want("r2")], ReconcilerMemory()
+    wants, memory = [_wanted_replica("r1"), _wanted_replica("r2")], ReconcilerMemory()
     for now_s in (10.0, 20.0, 40.0):
         dead = EngineInstance("m", A, "dead", now_s, replica="r2", problem=f"no memory at {now_s}")
-        fleet = sorted([_up(name, "r1"), dead], key=lambda one: one.name)
+        fleet = sorted([_running_engine(name, "r1"), dead], key=lambda one: one.name)
         memory = step(wants, fleet, memory, now_s).memory
     assert memory.failures[A].count == 3
-    waits = step(wants, [_up(name, "r1")], memory, 40.5)
+    waits = step(wants, [_running_engine(name, "r1")], memory, 40.5)
     assert waits.orders == ()
     assert "the next in" in waits.waiting[0]
-    assert step(wants, [_up(name, "r1", since_s=41.0)], memory, 42.0).memory.failures == {}
+    assert step(wants, [_running_engine(name, "r1", since_s=41.0)], memory, 42.0).memory.failures == {}
 
 
 def test_start_beyond_its_time_limit_counts_as_failed() -> None:
     slow = EngineInstance("i", A, "starting", 0.0, replica="r")
-    result = step([_want("r")], [slow], ReconcilerMemory(), 11.0, start_s=10.0)
+    result = step([_wanted_replica("r")], [slow], ReconcilerMemory(), 11.0, start_s=10.0)
     assert [type(order) for order in result.orders] == [StopEngine]
     assert result.memory.failures[A].count == 1
     again = step([], [replace(slow, problem="was not ready after 10 s")], result.memory, 12.0, start_s=10.0)
@@ -122,8 +127,8 @@ def test_start_beyond_its_time_limit_counts_as_failed() -> None:
 
 
 def test_long_silent_engine_is_killed_and_replaced() -> None:
-    hand = replace(_up("hand", "h"), pinned=True)
-    wants, fleet = [_want("r"), _want("h")], [_up("i", "r"), hand]
+    hand = replace(_running_engine("hand", "h"), pinned=True)
+    wants, fleet = [_wanted_replica("r"), _wanted_replica("h")], [_running_engine("i", "r"), hand]
     both = ("i", "hand")
     first = step(wants, fleet, ReconcilerMemory(), 0.0, silent=both, silent_s=20.0)
     assert first.orders == (), "it may be busy"
@@ -136,7 +141,7 @@ def test_long_silent_engine_is_killed_and_replaced() -> None:
 
 
 def test_draining_replica_is_not_replaced() -> None:
-    assert step([_want("r", draining=True)], [], ReconcilerMemory(), 0.0).orders == ()
+    assert step([_wanted_replica("r", draining=True)], [], ReconcilerMemory(), 0.0).orders == ()
 
 
 @given(st.data())
@@ -145,10 +150,11 @@ def test_any_fleet_converges_to_the_wanted_replicas(data: st.DataObject) -> None
     its make, no engine has two, and none is left over."""
     makes = st.sampled_from([A, B])
     wants = [
-        _want(f"r{i}", engine_spec) for i, engine_spec in enumerate(data.draw(st.lists(makes, max_size=5)))
+        _wanted_replica(f"r{i}", engine_spec)
+        for i, engine_spec in enumerate(data.draw(st.lists(makes, max_size=5)))
     ]
     living = {
-        f"i{i}": _up(f"i{i}", data.draw(st.sampled_from(["", "r0", "r1", "gone"])), engine_spec)
+        f"i{i}": _running_engine(f"i{i}", data.draw(st.sampled_from(["", "r0", "r1", "gone"])), engine_spec)
         for i, engine_spec in enumerate(data.draw(st.lists(makes, max_size=5)))
     }
     memory, now_s, started = ReconcilerMemory(), 0.0, 0
@@ -200,10 +206,15 @@ def test_repeated_identical_start_failures_wait_longer() -> None:
 
 
 def test_stuck_replicas_are_those_with_failed_starts_and_no_engine() -> None:
-    wants = [_want("r1"), _want("r2"), _want("r3", B), _want("r4", draining=True)]
+    wants = [
+        _wanted_replica("r1"),
+        _wanted_replica("r2"),
+        _wanted_replica("r3", B),
+        _wanted_replica("r4", draining=True),
+    ]
     failures = {A: StartFailures(2, 5.0, "no memory", 2, "i9")}
     dead = EngineInstance("i9", A, "dead", 5.0, replica="r1")
-    assert stuck(wants, [dead, _up("i2", "r2")], failures) == (StuckReplica("r1", failures[A]),)
+    assert stuck(wants, [dead, _running_engine("i2", "r2")], failures) == (StuckReplica("r1", failures[A]),)
 
 
 def test_controller_backs_off_and_status_shows_the_failure(tmp_path: Path) -> None:

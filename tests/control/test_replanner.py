@@ -37,7 +37,7 @@ PROBLEM = PlanningProblem((ASK,), regions(6, 2), (L4, A10))
 
 
 @pytest.fixture(scope="module")
-def running() -> Plan:
+def running_plan() -> Plan:
     return STRATEGIES["melange"](TemplateFactory(PROBLEM), SolveSettings(time_limit_s=20.0)).plan
 
 
@@ -51,17 +51,19 @@ def copies(plan: Plan | None, node: str) -> int:
     return sum(deployment.count for deployment in plan.deployments if node in deployment.template)
 
 
-def test_remaining_nodes_are_rerouted_first_and_then_replanned(running: Plan, planner: Replanner) -> None:
-    there = copies(running, "L4")
-    plan_request = PlanRequest({"m": 6.0}, "a node died", regions=regions(there - 1, 2), running=running)
+def test_remaining_nodes_are_rerouted_first_and_then_replanned(
+    running_plan: Plan, planner: Replanner
+) -> None:
+    there = copies(running_plan, "L4")
+    plan_request = PlanRequest({"m": 6.0}, "a node died", regions=regions(there - 1, 2), running=running_plan)
     first = planner.first(plan_request)
     assert copies(first.plan, "L4") == there - 1
     assert copies(first.plan, "A10") == 0
     assert first.plan is not None
     assert first.plan.fraction < 1
     assert sum(share.rate_per_s for share in first.plan.shares) > 0
-    gone = replace(running, deployments=(replace(running.deployments[0], count=there - 1),))
-    seen = planner.first(replace(plan_request, running=gone, planned=running))
+    gone = replace(running_plan, deployments=(replace(running_plan.deployments[0], count=there - 1),))
+    seen = planner.first(replace(plan_request, running=gone, planned=running_plan))
     assert seen.plan == first.plan, "also where the copy was seen to be gone before its machine"
     full = planner.full(replace(plan_request, running=first.plan))
     assert full.plan is not None
@@ -70,26 +72,26 @@ def test_remaining_nodes_are_rerouted_first_and_then_replanned(running: Plan, pl
 
 
 def test_replanner_changes_nothing_at_once_when_all_nodes_are_there(
-    running: Plan, planner: Replanner
+    running_plan: Plan, planner: Replanner
 ) -> None:
-    assert planner.first(PlanRequest({"m": 6.0}, "prices", running=running)).plan is None
-    assert planner.full(PlanRequest({"m": 6.0}, "prices", running=running)).plan is None
+    assert planner.first(PlanRequest({"m": 6.0}, "prices", running=running_plan)).plan is None
+    assert planner.full(PlanRequest({"m": 6.0}, "prices", running=running_plan)).plan is None
 
 
 def test_replanner_uses_a_cheaper_gpu_only_if_it_saves_more_than_a_start(
-    running: Plan, planner: Replanner
+    running_plan: Plan, planner: Replanner
 ) -> None:
-    cheap = planner.full(PlanRequest({"m": 6.0}, "prices", regions=regions(6, 4, 0.3), running=running))
+    cheap = planner.full(PlanRequest({"m": 6.0}, "prices", regions=regions(6, 4, 0.3), running=running_plan))
     assert "saves" in cheap.why
     assert copies(cheap.plan, "A10") > 0
-    per_a10 = running.cost_usd_per_h / 2
+    per_a10 = running_plan.cost_usd_per_h / 2
     same = planner.full(
-        PlanRequest({"m": 6.0}, "prices", regions=regions(6, 4, per_a10 * 0.99), running=running)
+        PlanRequest({"m": 6.0}, "prices", regions=regions(6, 4, per_a10 * 0.99), running=running_plan)
     )
     assert same.plan is None
 
 
-def judged(holding: Callable[[Plan], bool], at: tuple[Region, ...]) -> Replanner:
+def replanner_with_judge(holding: Callable[[Plan], bool], at: tuple[Region, ...]) -> Replanner:
     """With a simulator that says who holds; its search finds the plan for some regions, with that verdict."""
 
     def tried(planner: Planner) -> Planner:
@@ -105,28 +107,28 @@ def judged(holding: Callable[[Plan], bool], at: tuple[Region, ...]) -> Replanner
     return Replanner(PROBLEM, 10.0, evidence=PlanEvidence(tried, lambda problem, plan: holding(plan)))
 
 
-def test_replanner_compares_plans_by_simulated_attainment(running: Plan) -> None:
+def test_replanner_compares_plans_by_simulated_attainment(running_plan: Plan) -> None:
     """What runs stays where only it holds, however cheap the other is, and goes where only the other does."""
     cheap, dear = regions(6, 4, 0.3), regions(0, 12, 2.0)
-    plan_request = PlanRequest({"m": 6.0}, "prices", regions=cheap, running=running)
-    kept = judged(lambda plan: copies(plan, "A10") == 0, cheap).full(plan_request)
+    plan_request = PlanRequest({"m": 6.0}, "prices", regions=cheap, running=running_plan)
+    kept = replanner_with_judge(lambda plan: copies(plan, "A10") == 0, cheap).full(plan_request)
     assert (kept.plan, kept.why) == (None, "no other plan holds in simulation")
     plan_request = replace(plan_request, regions=regions(6, 12, 2.0))
-    taken = judged(lambda plan: copies(plan, "A10") > 0, dear).full(plan_request)
+    taken = replanner_with_judge(lambda plan: copies(plan, "A10") > 0, dear).full(plan_request)
     assert taken.why == "this plan holds in simulation, what runs would not"
     assert taken.plan is not None
-    assert taken.plan.cost_usd_per_h > running.cost_usd_per_h
+    assert taken.plan.cost_usd_per_h > running_plan.cost_usd_per_h
 
 
-def test_replanner_plans_for_observed_rates_and_lengths(running: Plan, planner: Replanner) -> None:
-    more = planner.full(PlanRequest({"m": 9.0}, "more", running=running))
-    assert copies(more.plan, "L4") + copies(more.plan, "A10") > copies(running, "L4")
+def test_replanner_plans_for_observed_rates_and_lengths(running_plan: Plan, planner: Replanner) -> None:
+    more = planner.full(PlanRequest({"m": 9.0}, "more", running=running_plan))
+    assert copies(more.plan, "L4") + copies(more.plan, "A10") > copies(running_plan, "L4")
     seen = SeenLengths("m", 12.0, ((300.0, 60.0),))
     assert drifted(ASK, seen)
     assert not drifted(ASK, SeenLengths("m", 42.0, ((1150.0, 60.0),)))
-    short = planner.full(PlanRequest({"m": 6.0}, "shorter", (seen,), running=running))
+    short = planner.full(PlanRequest({"m": 6.0}, "shorter", (seen,), running=running_plan))
     assert short.plan is not None
-    assert short.plan.cost_usd_per_h < running.cost_usd_per_h
+    assert short.plan.cost_usd_per_h < running_plan.cost_usd_per_h
 
 
 def test_replanner_keeps_running_layouts_when_only_roles_change(planner: Replanner) -> None:
@@ -149,9 +151,11 @@ def test_replanner_without_any_node_is_refused(planner: Replanner) -> None:
         planner.full(PlanRequest({"m": 1.0}, "all gone", regions=regions(0, 0)))
 
 
-def test_replanner_plans_a_slow_node_type_at_its_observed_speed(running: Plan, planner: Replanner) -> None:
-    assert copies(running, "A10") == 0
-    plan_request = PlanRequest({"m": 6.0}, "as usual", running=running)
+def test_replanner_plans_a_slow_node_type_at_its_observed_speed(
+    running_plan: Plan, planner: Replanner
+) -> None:
+    assert copies(running_plan, "A10") == 0
+    plan_request = PlanRequest({"m": 6.0}, "as usual", running=running_plan)
     assert planner.full(plan_request).plan is None, "at the speed of its facts it is the best there is"
     reply = planner.full(replace(plan_request, paces=(ObservedSpeed("m", "1xL4", 1, 2.0),)))
     assert reply.plan is not None

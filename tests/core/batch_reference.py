@@ -9,7 +9,7 @@ from potluck.core.replica.batch import DONE, FINISHED, FIRST, LATE, LOWEST, RESU
 
 
 @dataclass
-class Plain:
+class PlainSequence:
     """One sequence."""
 
     key: int
@@ -30,12 +30,12 @@ class PlainBatcher:
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
-        self.all: list[Plain] = []
+        self.all: list[PlainSequence] = []
         self.reserved: dict[int, int] = {}
         self.count = 0
         self.steps = 0
 
-    def of(self, *states: str) -> list[Plain]:
+    def of(self, *states: str) -> list[PlainSequence]:
         return [s for s in self.all if s.state in states]
 
     def blocks(self, tokens: int) -> int:
@@ -51,7 +51,7 @@ class PlainBatcher:
 
     def add(self, key: int, compute: int, context: int, output: int, priority: int) -> None:
         todo = max(compute, 1)
-        new = Plain(key, priority, self.count, todo, compute + context - todo, output, output)
+        new = PlainSequence(key, priority, self.count, todo, compute + context - todo, output, output)
         self.count += 1
         self.all.append(new)
         if key in self.reserved:
@@ -112,7 +112,7 @@ class PlainBatcher:
             victim.state = "waiting"
             preempted.append(victim.key)
 
-    def _give(self, s: Plain, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+    def _give(self, s: PlainSequence, budget: int, chunks: list[tuple[int, int, int]]) -> int:
         most = self.limits.chunk_tokens or self.limits.token_budget
         s.chunk = min(s.todo, budget, most)
         if s.chunk:
@@ -120,7 +120,7 @@ class PlainBatcher:
         return budget - s.chunk
 
     def _begin(self, budget: int, chunks: list[tuple[int, int, int]], above: int) -> int:
-        def turn(s: Plain) -> tuple[int, int]:
+        def turn(s: PlainSequence) -> tuple[int, int]:
             return -s.priority, s.order
 
         while budget > 0:
@@ -165,7 +165,7 @@ class PlainBatcher:
                     self._computed(s, happenings)
         return happenings
 
-    def _computed(self, s: Plain, happenings: list[Happening]) -> None:
+    def _computed(self, s: PlainSequence, happenings: list[Happening]) -> None:
         if not s.asked:
             s.state = "kept"
             happenings.append((DONE, s.key))
@@ -176,6 +176,6 @@ class PlainBatcher:
         if not s.left:
             self._gone(s, happenings)
 
-    def _gone(self, s: Plain, happenings: list[Happening]) -> None:
+    def _gone(self, s: PlainSequence, happenings: list[Happening]) -> None:
         self.all.remove(s)
         happenings.append((FINISHED, s.key))

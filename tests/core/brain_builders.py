@@ -8,7 +8,7 @@ from typing import Literal
 
 from potluck.core.brain.brain import Brain
 from potluck.core.state import actions as act
-from potluck.core.state import events as told
+from potluck.core.state import events
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.state.policy import Policy
 from potluck.core.values import plan as plans
@@ -126,14 +126,14 @@ class World:
     requests: dict[str, Request] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
-    log: list[tuple[float, told.Event, tuple[act.Action, ...]]] = field(default_factory=list)
+    log: list[tuple[float, events.Event, tuple[act.Action, ...]]] = field(default_factory=list)
     answers: bool = False  # Whether it says itself what is inquired after; else the test does.
     left: dict[str, int] = field(default_factory=dict)
     """Attempts that were abandoned, and how many tokens their users have."""
     now_s: float = 0.0
 
-    def tell(self, event: told.Event) -> list[act.Action]:
-        if isinstance(event, told.RequestArrived) and event.request.id not in self.requests:
+    def tell(self, event: events.Event) -> list[act.Action]:
+        if isinstance(event, events.RequestArrived) and event.request.id not in self.requests:
             self.requests[event.request.id] = event.request
         actions = self.brain.on(self.now_s, event)
         self.log.append((self.now_s, event, tuple(actions)))
@@ -157,9 +157,9 @@ class World:
             case act.QueryAttempt(name, attempt) if self.answers:
                 if name in self.jobs:
                     assert self.jobs[name].run.attempt == attempt
-                    self.tell(told.AttemptRunning(name, attempt))
+                    self.tell(events.AttemptRunning(name, attempt))
                 else:
-                    self.tell(told.AttemptFailed(name, attempt, "timeout", "", self.left.pop(name)))
+                    self.tell(events.AttemptFailed(name, attempt, "timeout", "", self.left.pop(name)))
             case act.StartReplica(replica_spec):
                 assert replica_spec.id not in self.members
                 self.members[replica_spec.id] = replica_spec
@@ -194,10 +194,10 @@ class World:
 
     def make_ready(self, replica: str, kv_version: int = 0, max_running: int = 0) -> list[act.Action]:
         self.ready.add(replica)
-        return self.tell(told.ReplicaReady(replica, kv_version, max_running))
+        return self.tell(events.ReplicaReady(replica, kv_version, max_running))
 
     def plan(self, new: plans.Plan, ready: bool = True) -> list[act.Action]:
-        actions = self.tell(told.PlanReceived(new))
+        actions = self.tell(events.PlanReceived(new))
         if ready:
             self.all_ready()
         return actions
@@ -207,27 +207,27 @@ class World:
             self.make_ready(replica)
 
     def arrive(self, new: Request) -> list[act.Action]:
-        return self.tell(told.RequestArrived(new))
+        return self.tell(events.RequestArrived(new))
 
     def advance(self, name: str) -> list[act.Action]:
         """The next thing on a request's way."""
         job = self.jobs[name]
         if job.done < len(job.run.route.segments) - 1:
             job.done += 1
-            return self.tell(told.SegmentDone(name, job.run.attempt, job.done - 1))
+            return self.tell(events.SegmentDone(name, job.run.attempt, job.done - 1))
         if not job.first:
             job.first = True
-            return self.tell(told.FirstToken(name, job.run.attempt))
+            return self.tell(events.FirstToken(name, job.run.attempt))
         self._end(name, "answered")
-        return self.tell(told.RequestFinished(name, job.run.attempt, self.requests[name].max_output_tokens))
+        return self.tell(events.RequestFinished(name, job.run.attempt, self.requests[name].max_output_tokens))
 
     def finish(self, name: str) -> None:
         while name in self.jobs:
             self.advance(name)
 
-    def fail(self, name: str, kind: told.FailureKind, where: str, streamed: int = 0) -> list[act.Action]:
+    def fail(self, name: str, kind: events.FailureKind, where: str, streamed: int = 0) -> list[act.Action]:
         attempt = self.jobs.pop(name).run.attempt
-        return self.tell(told.AttemptFailed(name, attempt, kind, where, streamed))
+        return self.tell(events.AttemptFailed(name, attempt, kind, where, streamed))
 
     def lose(self, replica: str, tell: bool = True, late: bool = False) -> None:
         """A replica dies, or was stopped; its requests fail, before or after that is known."""
@@ -235,20 +235,20 @@ class World:
         self.ready.discard(replica)
         self.draining.discard(replica)
         if tell and not late:
-            self.tell(told.ReplicaLost(replica, "died"))
+            self.tell(events.ReplicaLost(replica, "died"))
         if not (tell and late):
             del self.dying[replica]
         while broken := [name for name, job in self.jobs.items() if job.needs(replica)]:
             job = self.jobs[broken[0]]
             self.fail(broken[0], "replica", replica, job.run.streamed_tokens + int(job.first))
         if tell and late:
-            self.tell(told.ReplicaLost(replica, "died"))
+            self.tell(events.ReplicaLost(replica, "died"))
             self.dying.pop(replica, None)
 
     def drain_out(self, replica: str) -> None:
         while busy := [name for name, job in self.jobs.items() if job.needs(replica)]:
             self.finish(busy[0])
-        self.tell(told.ReplicaDrained(replica))
+        self.tell(events.ReplicaDrained(replica))
 
 
 def world(
@@ -259,7 +259,7 @@ def world(
     return made
 
 
-def assert_at_rest(brain: Brain) -> None:
+def assert_idle(brain: Brain) -> None:
     """With nothing open, every count is back at nothing."""
     assert brain.requests == {}
     for replica in brain.fleet.views.values():

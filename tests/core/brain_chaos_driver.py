@@ -21,7 +21,7 @@ import brain_builders as build
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.requests import ENDED
 from potluck.core.state import actions as act
-from potluck.core.state import events as told
+from potluck.core.state import events as brain_events
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
@@ -30,12 +30,12 @@ from potluck.core.values.service import RequestClass, with_built_in
 from potluck.core.values.types import Request, Slo
 
 SURE = (
-    told.RequestArrived,
-    told.RequestCancelled,
-    told.ReplicaReady,
-    told.ReplicaLost,
-    told.PlanReceived,
-    told.Tick,
+    brain_events.RequestArrived,
+    brain_events.RequestCancelled,
+    brain_events.ReplicaReady,
+    brain_events.ReplicaLost,
+    brain_events.PlanReceived,
+    brain_events.Tick,
 )
 """They may be late or doubled, but come."""
 MODELS = (*("m",) * 12, *("f",) * 6, "other")
@@ -67,15 +67,15 @@ class Chaos:
         self.members: dict[str, ReplicaSpec] = {}
         self.up: set[str] = set()
         self.draining: set[str] = set()
-        self.late: list[told.Event] = []
+        self.late: list[brain_events.Event] = []
         self.views: list[ReplicaState] = []
-        self._news: deque[told.Event] = deque()
+        self._news: deque[brain_events.Event] = deque()
         self.calm = False
-        self.tell(told.PlanReceived(plan(chance)))
+        self.tell(brain_events.PlanReceived(plan(chance)))
 
     # Telling.
 
-    def tell(self, event: told.Event) -> None:
+    def tell(self, event: brain_events.Event) -> None:
         """Now, later, twice or never."""
         dice = 1.0 if self.calm else self.random.random()
         if dice < 0.06 and len(self.late) < LATE_MOST:
@@ -83,11 +83,11 @@ class Chaos:
             return
         if dice < 0.08 and not isinstance(event, SURE):
             return
-        if dice < 0.14 and not isinstance(event, told.PlanReceived) and len(self.late) < LATE_MOST:
+        if dice < 0.14 and not isinstance(event, brain_events.PlanReceived) and len(self.late) < LATE_MOST:
             self.late.append(event)
         self._on(event)
 
-    def _on(self, event: told.Event) -> None:
+    def _on(self, event: brain_events.Event) -> None:
         """What comes of carrying out actions is told when all of them are done."""
         self._news.append(event)
         if len(self._news) > 1:
@@ -112,7 +112,7 @@ class Chaos:
                 self._answer(name, attempt)
             case act.StartReplica(replica_spec):
                 if replica_spec.id in self.members:
-                    raise Broken(f"{replica_spec.id} was started twice")
+                    raise InvariantBroken(f"{replica_spec.id} was started twice")
                 self.members[replica_spec.id] = replica_spec
                 self.views.append(self.brain.fleet.views[replica_spec.id])
             case act.DrainReplica(replica):
@@ -122,13 +122,13 @@ class Chaos:
                 self._down(replica)
             case act.FlipReplica(replica):
                 if replica not in self.members and not self._unheard(replica):
-                    raise Broken(f"{replica} is flipped and not there")
+                    raise InvariantBroken(f"{replica} is flipped and not there")
 
     def _unheard(self, replica: str) -> bool:
         """Whether the Brain knows that it is gone, or the letter that says so is still under way."""
         letters = (*self.late, *self._news)
         crossed = any(
-            isinstance(letter, told.ReplicaLost) and letter.replica == replica for letter in letters
+            isinstance(letter, brain_events.ReplicaLost) and letter.replica == replica for letter in letters
         )
         return crossed or replica not in self.brain.fleet.views
 
@@ -136,7 +136,7 @@ class Chaos:
         """A request that may still be answered; an action for any other is a mistake, but for crossed letters."""
         job = self.jobs.get(name)
         if job is None:
-            raise Broken(f"{action} is about a request that ended")
+            raise InvariantBroken(f"{action} is about a request that ended")
         return job
 
     def _run(self, run: act.Run) -> None:
@@ -144,14 +144,14 @@ class Chaos:
         if job.fate:  # the driver knows that it ended, the Brain does not yet: nothing to do
             return
         if run.attempt <= job.attempt:
-            raise Broken(f"{run} is not a new attempt after {job.attempt}")
+            raise InvariantBroken(f"{run} is not a new attempt after {job.attempt}")
         if job.run is not None:
-            raise Broken(f"{run}, but attempt {job.attempt} still runs")
+            raise InvariantBroken(f"{run}, but attempt {job.attempt} still runs")
         if (
             run.streamed_tokens != job.streamed
             or run.prompt_tokens != job.request.prompt_tokens + job.streamed
         ):
-            raise Broken(f"{run}, but the user has {job.streamed} tokens")
+            raise InvariantBroken(f"{run}, but the user has {job.streamed} tokens")
         job.attempt, job.run, job.done, job.first = run.attempt, run, 0, False
         for segment in run.route.segments:
             if segment.replica not in self.up:
@@ -162,17 +162,17 @@ class Chaos:
         self.asked += 1
         job = self._open(name, act.QueryAttempt(name, attempt))
         if job.run is not None and job.attempt == attempt:
-            self.tell(told.AttemptRunning(name, attempt))
+            self.tell(brain_events.AttemptRunning(name, attempt))
         elif job.last is not None and job.last.attempt == attempt:
             self.tell(job.last)
         elif job.fate != "cancelled":
-            self.tell(told.AttemptFailed(name, attempt, "timeout", "", job.streamed))
+            self.tell(brain_events.AttemptFailed(name, attempt, "timeout", "", job.streamed))
 
-    def _fail(self, job: Job, kind: told.FailureKind, where: str) -> None:
+    def _fail(self, job: Job, kind: brain_events.FailureKind, where: str) -> None:
         job.run = None
         if job.streamed >= job.request.max_output_tokens:  # nothing is missing
             self._end(job, "answered")
-        job.last = told.AttemptFailed(job.request.id, job.attempt, kind, where, job.streamed)
+        job.last = brain_events.AttemptFailed(job.request.id, job.attempt, kind, where, job.streamed)
         self.tell(job.last)
 
     def _end(self, job: Job, fate: str) -> None:
@@ -208,7 +208,7 @@ class Chaos:
                 self._on(self.late.pop(chance.randrange(len(self.late))))
         elif dice < 0.88:
             self.now_s += chance.choice((0.1, 0.5, 1.0, 1.0, 3.0))
-            self.tell(told.Tick())
+            self.tell(brain_events.Tick())
             self._sweep()
         elif dice < 0.92:
             self._trouble()
@@ -220,7 +220,7 @@ class Chaos:
         if self.recent and chance.random() < 0.05:  # said again although it is long over
             name, ended = chance.choice(self.recent)
             if self._number - ended < ENDED // 2:  # the Brain remembers only the last ENDED
-                self._on(told.RequestArrived(build.request(name, at_s=self.now_s)))
+                self._on(brain_events.RequestArrived(build.request(name, at_s=self.now_s)))
             return
         self._number += 1
         wait_s = chance.choice((None, None, None, 0.5, 5.0))
@@ -233,7 +233,7 @@ class Chaos:
             None if wait_s is None else self.now_s + wait_s,
         )._replace(tenant=chance.choice("xy"), request_class=chance.choice(KINDS))
         self.jobs[request.id] = Job(request)
-        self.tell(told.RequestArrived(request))
+        self.tell(brain_events.RequestArrived(request))
 
     def _any(self) -> Job:
         """One of the requests, mostly of the oldest."""
@@ -250,18 +250,18 @@ class Chaos:
         if job.done < len(run.route.segments) - 1:
             job.done += 1
             if self.random.random() < 0.3:  # late or not at all, as drivers may be
-                self.tell(told.SegmentComputed(name, job.attempt, job.done - 1))
-            self.tell(told.SegmentDone(name, job.attempt, job.done - 1))
+                self.tell(brain_events.SegmentComputed(name, job.attempt, job.done - 1))
+            self.tell(brain_events.SegmentDone(name, job.attempt, job.done - 1))
         elif not job.first:
             job.first = True
             job.streamed += 1
-            self.tell(told.FirstToken(name, job.attempt))
+            self.tell(brain_events.FirstToken(name, job.attempt))
         elif job.streamed + 5 < job.request.max_output_tokens and self.random.random() < 0.5:
             job.streamed += self.random.randrange(5)
         else:
             job.streamed = job.request.max_output_tokens
             self._end(job, "answered")
-            job.last = told.RequestFinished(name, job.attempt, job.streamed)
+            job.last = brain_events.RequestFinished(name, job.attempt, job.streamed)
             self.tell(job.last)
 
     def _trouble(self) -> None:
@@ -272,7 +272,7 @@ class Chaos:
         if dice < 0.5 and running:
             job = chance.choice(running)
             assert job.run is not None
-            kinds: tuple[told.FailureKind, ...] = ("replica", "link", "transfer", "timeout", "memory")
+            kinds: tuple[brain_events.FailureKind, ...] = ("replica", "link", "transfer", "timeout", "memory")
             kind = chance.choice(kinds)
             replicas = [segment.replica for segment in job.run.route.segments]
             where = "far->near" if kind in ("link", "transfer") else chance.choice(replicas)
@@ -281,12 +281,12 @@ class Chaos:
             job = self._any()
             if not job.fate:
                 self._end(job, "cancelled")
-                self.tell(told.RequestCancelled(job.request.id))
+                self.tell(brain_events.RequestCancelled(job.request.id))
         elif self.members:
             count = 1 if chance.random() < 0.8 else len(self.members) // 2
             for replica in chance.sample(sorted(self.members), max(1, count)):
                 self._down(replica)
-                self.tell(told.ReplicaLost(replica, "chance", chance.choice((0.0, 0.0, 30.0))))
+                self.tell(brain_events.ReplicaLost(replica, "chance", chance.choice((0.0, 0.0, 30.0))))
 
     def _fleet_news(self) -> None:
         chance = self.random
@@ -294,27 +294,29 @@ class Chaos:
         starting = [name for name in self.members if name not in self.up]
         if dice < 0.6 and starting:
             self.up.add(replica := chance.choice(starting))
-            self.tell(told.ReplicaReady(replica))
+            self.tell(brain_events.ReplicaReady(replica))
         elif dice < 0.65:
-            self.tell(told.PlanReceived(plan(chance)))
+            self.tell(brain_events.PlanReceived(plan(chance)))
         elif dice < 0.75 and self.draining:
             replica = chance.choice(sorted(self.draining))
-            self.tell(told.ReplicaDrained(replica))
+            self.tell(brain_events.ReplicaDrained(replica))
         elif dice < 0.9 and self.members:
             free = chance.randrange(20_000)
-            status = told.ReplicaStatus(
+            status = brain_events.ReplicaStatus(
                 chance.randrange(4), chance.randrange(4), 5000, 9000, free, 20_000, 0.02
             )
-            self.tell(told.ReplicaReported(chance.choice(list(self.members)), status))
+            self.tell(brain_events.ReplicaReported(chance.choice(list(self.members)), status))
         else:
-            self.tell(told.LinkReported("far", "near", chance.random(), 1e9, chance.choice((0.0, 10.0))))
+            self.tell(
+                brain_events.LinkReported("far", "near", chance.random(), 1e9, chance.choice((0.0, 10.0)))
+            )
 
     # Checking.
 
     def _sweep(self) -> None:
         """Let go of those that ended on both sides."""
         requests = self.brain.requests
-        waiting = {e.request.id for e in self.late if isinstance(e, told.RequestArrived)}
+        waiting = {e.request.id for e in self.late if isinstance(e, brain_events.RequestArrived)}
         for name in [name for name, job in self.jobs.items() if job.fate and name not in requests]:
             if name not in waiting:
                 self.recent.append((name, self.jobs[name].ended))
@@ -329,13 +331,13 @@ class Chaos:
         for _ in range(400):
             for replica in [name for name in self.members if name not in self.up]:
                 self.up.add(replica)
-                self.tell(told.ReplicaReady(replica))
+                self.tell(brain_events.ReplicaReady(replica))
             for _ in range(20):
                 for job in list(self.jobs.values()):
                     if job.run is not None:
                         self._finish(job)
             self.now_s += 20.0
-            self._on(told.Tick())
+            self._on(brain_events.Tick())
             self._sweep()
             if not self.jobs and not self.brain.sizes()["inquiries"]:
                 break
@@ -352,27 +354,29 @@ class Chaos:
             return
         job.streamed = job.request.max_output_tokens
         self._end(job, "answered")
-        job.last = told.RequestFinished(job.request.id, job.attempt, job.streamed)
+        job.last = brain_events.RequestFinished(job.request.id, job.attempt, job.streamed)
         self.tell(job.last)
 
     def _at_rest(self) -> None:
         brain = self.brain
         if self.jobs or brain.requests:
             left = sorted({*self.jobs, *brain.requests})[:5]
-            raise Broken(f"{len(self.jobs)} and {len(brain.requests)} requests never end, such as {left}")
+            raise InvariantBroken(
+                f"{len(self.jobs)} and {len(brain.requests)} requests never end, such as {left}"
+            )
         for replica in (*self.views, *brain.fleet.views.values()):
             counts = (replica.open_requests, replica.open_prefill_tokens, replica.open_context_tokens)
             if counts != (0, 0, 0):
-                raise Broken(f"{replica.member.id} still counts {counts}")
-        build.assert_at_rest(brain)
+                raise InvariantBroken(f"{replica.member.id} still counts {counts}")
+        build.assert_idle(brain)
         sizes = brain.sizes()
         wrong = {name: size for name, size in sizes.items() if size > (2 * ENDED if name == "ended" else 0)}
         if wrong:
-            raise Broken(f"left over with nothing open: {wrong}")
+            raise InvariantBroken(f"left over with nothing open: {wrong}")
         self.views = [replica for replica in self.views if not replica.gone]
 
 
-def trial(seed: int, events: int) -> Chaos:
+def run_chaos(seed: int, events: int) -> Chaos:
     """So many events, over as many fleets as that takes; what breaks says where, so that it can be found again."""
     chaos = Chaos(seed)
     rounds = 0
@@ -386,7 +390,9 @@ def trial(seed: int, events: int) -> Chaos:
             if rounds % 3 == 0:
                 chaos.new_brain()
     except Exception as error:
-        raise Broken(f"seed {seed}, event {chaos.events}: {type(error).__name__}: {error}") from error
+        raise InvariantBroken(
+            f"seed {seed}, event {chaos.events}: {type(error).__name__}: {error}"
+        ) from error
     return chaos
 
 
@@ -405,7 +411,7 @@ BALANCES: tuple[str, ...] = ("learned", "goodput", "round-robin", "token", "fixe
 SCALINGS: tuple[str, ...] = ("none", "none", "cauchy", "flips", "replan")
 
 
-class Broken(AssertionError):
+class InvariantBroken(AssertionError):
     """The Brain did what it must never do."""
 
 
@@ -421,7 +427,7 @@ class Job:
     streamed: int = 0  # Tokens that the user has.
     fate: str = ""
     ended: int = 0  # How many requests had come then.
-    last: told.RequestFinished | told.AttemptFailed | None = None
+    last: brain_events.RequestFinished | brain_events.AttemptFailed | None = None
     """How the last attempt ended, to be told again when asked."""
 
 

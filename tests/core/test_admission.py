@@ -9,7 +9,7 @@ from math import isfinite
 from random import Random
 
 import pytest
-from brain_builders import World, assert_at_rest, facts, plan, request, template, world
+from brain_builders import World, assert_idle, facts, plan, request, template, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,19 +29,19 @@ SLO = Slo(2.0, 0.06)
 PROMPT_S = 1e-4  # Seconds of a prompt token, as `brain_builders.facts` says.
 
 
-def promised(templates: tuple[Template, ...], batch: int = 8) -> FleetFacts:
+def facts_with_slo(templates: tuple[Template, ...], batch: int = 8) -> FleetFacts:
     known = facts(templates, batch=batch)
     models = {name: replace(model, slo=SLO) for name, model in known.models.items()}
     replicas = {key: replace(replica, decode_first_s=0.01) for key, replica in known.replicas.items()}
     return replace(known, models=models, replicas=replicas)
 
 
-def alike(count: int) -> Plan:
+def equal_replicas_plan(count: int) -> Plan:
     one = template("one", closed=(5.0, 5.0))
     return plan([one], {("one", "near"): count}, {("one", "near", "closed"): (5.0, 5.0)})
 
 
-def apart() -> Plan:
+def disaggregated_plan() -> Plan:
     """Prefill and decode in pools of their own."""
     first = template("p", ["prefill"], prefill=(5.0, 5.0))
     second = template("d", ["decode"], decode=(5.0, 5.0))
@@ -50,7 +50,7 @@ def apart() -> Plan:
     return plan([first, second], counts, rates, {("m", "near", "near"): (5.0, 5.0)})  # type: ignore[arg-type]
 
 
-def grouped(kind: str) -> Plan:
+def grouped_plan(kind: str) -> Plan:
     roles = ("prefill", "decode") if kind == "combo" else ("prefill", "mixed")
     one = template(kind, roles, kind, closed=(5.0, 5.0))  # type: ignore[arg-type]
     return plan([one], {(kind, "near"): 2}, {(kind, "near", "closed"): (5.0, 5.0)})
@@ -60,14 +60,19 @@ WAITS = re.compile(
     r"it would wait up to ([\d.]+) s for its turn; of the ([\d.]+) s to its first token "
     r"at most ([\d.]+) s may pass in waiting"
 )
-FLEETS = {"alike": alike(3), "apart": apart(), "combo": grouped("combo"), "pair": grouped("pair")}
+FLEETS = {
+    "alike": equal_replicas_plan(3),
+    "apart": disaggregated_plan(),
+    "combo": grouped_plan("combo"),
+    "pair": grouped_plan("pair"),
+}
 
 
-def made(fleet: Plan, policy: Policy | None = None) -> World:
-    return world(fleet, policy or Policy(), promised(fleet.templates))
+def admission_world(fleet: Plan, policy: Policy | None = None) -> World:
+    return world(fleet, policy or Policy(), facts_with_slo(fleet.templates))
 
 
-def asks(
+def tenant_request(
     name: str, at_s: float = 0.0, tenant: str = "default", kind: str = "standard", **more: int
 ) -> Request:
     return request(name, at_s=at_s, **more)._replace(tenant=tenant, request_class=kind)
@@ -80,8 +85,10 @@ def refusals(actions: list[Action]) -> list[Refuse]:
 @pytest.mark.parametrize("name", FLEETS)
 def test_admission_bounds_queued_prefill_at_replicas_and_refuses_the_rest_with_retry_after(name: str) -> None:
     """The rest waits, or is refused at once with a time to try again."""
-    there = made(FLEETS[name])
-    message = [refusal for number in range(400) for refusal in refusals(there.arrive(asks(str(number))))]
+    there = admission_world(FLEETS[name])
+    message = [
+        refusal for number in range(400) for refusal in refusals(there.arrive(tenant_request(str(number))))
+    ]
     assert message
     assert all(item.reason == "overloaded" for item in message)
     assert all(item.retry_after_s is not None and 0 < item.retry_after_s < 3600 for item in message)
@@ -101,37 +108,37 @@ def test_admission_bounds_queued_prefill_at_replicas_and_refuses_the_rest_with_r
     while there.jobs:
         there.finish(next(iter(there.jobs)))
     assert set(there.ended) == set(there.requests)
-    assert_at_rest(there.brain)
+    assert_idle(there.brain)
     assert not there.brain.admission.queues
 
 
 def test_admission_uses_limits_stricter_than_the_objective() -> None:
     """Limits that are tighter than the objective let fewer in."""
-    fleet, sent = alike(1), []
-    known = promised(fleet.templates)
+    fleet, sent = equal_replicas_plan(1), []
+    known = facts_with_slo(fleet.templates)
     for limits in (None, SLO.scaled(0.5)):
         models = {name: replace(model, limits=limits) for name, model in known.models.items()}
         there = world(fleet, Policy(), replace(known, models=models))
         for number in range(200):
-            there.arrive(asks(str(number)))
+            there.arrive(tenant_request(str(number)))
         sent.append(len(there.jobs))
     assert 0 < sent[1] < sent[0]
 
 
 def test_all_requests_are_dispatched_without_an_objective_or_admission() -> None:
-    fleet = alike(1)
-    for there in (world(fleet), made(fleet, Policy(admission=False))):
+    fleet = equal_replicas_plan(1)
+    for there in (world(fleet), admission_world(fleet, Policy(admission=False))):
         for number in range(200):
-            there.arrive(asks(str(number)))
+            there.arrive(tenant_request(str(number)))
         assert len(there.jobs) == 200
 
 
 @given(st.lists(st.integers(1, 900), max_size=8), st.sampled_from(sorted(FLEETS)))
 @settings(max_examples=15, deadline=None)
 def test_admission_does_not_change_routing_under_light_load(prompts: list[int], name: str) -> None:
-    both = [made(FLEETS[name], Policy(admission=on)) for on in (True, False)]
+    both = [admission_world(FLEETS[name], Policy(admission=on)) for on in (True, False)]
     for number, prompt in enumerate(prompts):
-        new = asks(str(number), prompt=prompt)
+        new = tenant_request(str(number), prompt=prompt)
         assert both[0].arrive(new) == both[1].arrive(new)
 
 
@@ -147,11 +154,11 @@ STEPS = st.lists(
 )
 
 
-def live(there: World, steps: list[tuple[str, int, str, str, int]]) -> None:
+def run_random_events(there: World, steps: list[tuple[str, int, str, str, int]]) -> None:
     for number, (what, pick, tenant, kind, prompt) in enumerate(steps):
         there.now_s = 0.01 * number
         if what == "arrive":
-            there.arrive(asks(str(number), there.now_s, tenant, kind, prompt=prompt))
+            there.arrive(tenant_request(str(number), there.now_s, tenant, kind, prompt=prompt))
         elif what == "advance" and there.jobs:
             there.advance(sorted(there.jobs)[pick % len(there.jobs)])
         elif what == "cancel" and there.brain.requests:
@@ -176,9 +183,9 @@ def live(there: World, steps: list[tuple[str, int, str, str, int]]) -> None:
 def test_no_request_waits_while_a_replica_is_idle_and_every_request_ends(
     steps: list[tuple[str, int, str, str, int]], name: str
 ) -> None:
-    there, again = (made(FLEETS[name]) for _ in range(2))
-    live(there, steps)
-    live(again, steps)
+    there, again = (admission_world(FLEETS[name]) for _ in range(2))
+    run_random_events(there, steps)
+    run_random_events(again, steps)
     assert there.log == again.log
     for _ in range(700):
         there.now_s += 1.0
@@ -189,7 +196,7 @@ def test_no_request_waits_while_a_replica_is_idle_and_every_request_ends(
         if not there.brain.requests:
             break
     assert set(there.ended) == set(there.requests)
-    assert_at_rest(there.brain)
+    assert_idle(there.brain)
     for _, _, actions in there.log:
         for refusal in refusals(list(actions)):
             assert refusal.retry_after_s is None or (
@@ -198,9 +205,9 @@ def test_no_request_waits_while_a_replica_is_idle_and_every_request_ends(
 
 
 def test_queued_request_is_dispatched_when_a_prefill_or_an_answer_ends() -> None:
-    there = made(alike(1))
+    there = admission_world(equal_replicas_plan(1))
     for number in range(60):
-        there.arrive(asks(str(number)))
+        there.arrive(tenant_request(str(number)))
     waiting = len(there.brain.admission.queues["m"].places())
     assert waiting
     sent = [item for name in list(there.jobs) for item in there.advance(name) if isinstance(item, Run)]
@@ -232,11 +239,15 @@ def test_queued_request_is_refused_at_its_objective_deadline_or_maximum_wait() -
     classes = with_built_in(
         (RequestClass("patient", late=True), RequestClass("batch", late=True, max_wait_s=5.0))
     )
-    there = made(alike(1), Policy(classes=classes, max_wait_s=60.0))
+    there = admission_world(equal_replicas_plan(1), Policy(classes=classes, max_wait_s=60.0))
     for number in range(40):
-        there.arrive(asks(f"x{number}"))
-    late = [asks("objective"), asks("patient", kind="patient"), asks("batch", kind="batch")]
-    late.append(asks("deadline", kind="patient")._replace(deadline_s=2.5))
+        there.arrive(tenant_request(f"x{number}"))
+    late = [
+        tenant_request("objective"),
+        tenant_request("patient", kind="patient"),
+        tenant_request("batch", kind="batch"),
+    ]
+    late.append(tenant_request("deadline", kind="patient")._replace(deadline_s=2.5))
     for item in late:
         there.arrive(item)
     ends: dict[str, tuple[float, str]] = {}
@@ -251,14 +262,14 @@ def test_queued_request_is_refused_at_its_objective_deadline_or_maximum_wait() -
 
 
 def test_full_queue_refuses_the_lowest_request_class_first() -> None:
-    there = made(alike(1), Policy(queue_requests=4))
+    there = admission_world(equal_replicas_plan(1), Policy(queue_requests=4))
     number = 0
     while "m" not in there.brain.admission.queues:
-        there.arrive(asks(f"x{number}"))
+        there.arrive(tenant_request(f"x{number}"))
         number += 1
     for extra in range(3):
-        there.arrive(asks(f"batch{extra}", kind="batch"))
-    message = refusals(there.arrive(asks("now", kind="interactive")))
+        there.arrive(tenant_request(f"batch{extra}", kind="batch"))
+    message = refusals(there.arrive(tenant_request("now", kind="interactive")))
     assert [item.request for item in message] == ["batch2"]
     head = there.brain.admission.queues["m"].head()
     assert head is not None
@@ -267,9 +278,9 @@ def test_full_queue_refuses_the_lowest_request_class_first() -> None:
 
 def test_running_request_is_aborted_at_its_deadline_if_its_class_stops() -> None:
     classes = with_built_in((RequestClass("strict", stops=True),))
-    there = made(alike(1), Policy(classes=classes))
+    there = admission_world(equal_replicas_plan(1), Policy(classes=classes))
     for name, kind in (("a", "strict"), ("b", "standard")):
-        there.arrive(asks(name, kind=kind)._replace(deadline_s=1.5))
+        there.arrive(tenant_request(name, kind=kind)._replace(deadline_s=1.5))
     there.now_s = 2.0
     message = refusals(there.tell(Tick()))
     assert [(item.request, item.reason) for item in message] == [("a", "deadline")]
@@ -277,7 +288,7 @@ def test_running_request_is_aborted_at_its_deadline_if_its_class_stops() -> None
 
 
 def test_unknown_request_class_is_refused_by_name() -> None:
-    message = refusals(made(alike(1)).arrive(asks("a", kind="urgent")))
+    message = refusals(admission_world(equal_replicas_plan(1)).arrive(tenant_request("a", kind="urgent")))
     assert message[0].reason == "unknown_class"
     assert "'urgent'" in message[0].detail
     assert "interactive, standard, batch" in message[0].detail
@@ -285,25 +296,25 @@ def test_unknown_request_class_is_refused_by_name() -> None:
 
 def test_flooding_tenant_does_not_delay_the_request_of_another_tenant() -> None:
     """Long prompts of one: another's short one is sent at once, away from them, and they get something too."""
-    there = made(alike(3))
+    there = admission_world(equal_replicas_plan(3))
     for number in range(12):
-        there.arrive(asks(f"other{number}", tenant="other", prompt=500))
+        there.arrive(tenant_request(f"other{number}", tenant="other", prompt=500))
     sent = 0
     for number in range(60):
         there.now_s = number * 0.1
-        message = there.arrive(asks(f"flood{number}", there.now_s, "flooder", prompt=9000))
+        message = there.arrive(tenant_request(f"flood{number}", there.now_s, "flooder", prompt=9000))
         sent += sum(isinstance(item, Run) for item in message)
     assert 0 < sent < 60
     long = {job.run.route.segments[0].replica for name, job in there.jobs.items() if name.startswith("flood")}
     assert len(long) < 3
-    message = there.arrive(asks("last", there.now_s, "other", prompt=500))
+    message = there.arrive(tenant_request("last", there.now_s, "other", prompt=500))
     assert isinstance(message[0], Run)
     assert message[0].route.segments[0].replica not in long
 
 
 def test_run_action_carries_the_tenant_weight() -> None:
-    there = made(alike(1), Policy(tenants=(Tenant("gold", 4.0),)))
-    runs = [there.arrive(asks(name, tenant=name))[0] for name in ("gold", "iron")]
+    there = admission_world(equal_replicas_plan(1), Policy(tenants=(Tenant("gold", 4.0),)))
+    runs = [there.arrive(tenant_request(name, tenant=name))[0] for name in ("gold", "iron")]
     assert [run.weight for run in runs if isinstance(run, Run)] == [4.0, 1.0]
 
 
@@ -312,11 +323,11 @@ def test_run_action_carries_the_tenant_weight() -> None:
 KIND = (0, 0)
 
 
-def flight(name: int, tenant: str, priority: int = 0) -> RequestState:
+def request_state(name: int, tenant: str, priority: int = 0) -> RequestState:
     return RequestState(Request(str(name), "m", 0.0, 10, 10, priority, None, (), tenant))
 
 
-def taken(backlog: RequestQueue) -> QueuePosition:
+def take_head(backlog: RequestQueue) -> QueuePosition:
     position = backlog.head()
     assert position is not None
     backlog.take(position)
@@ -337,12 +348,12 @@ def test_queue_shares_work_between_waiting_tenants_by_weight(
     backlog, count = RequestQueue(weights), 0
     for name, (_, works) in tenants.items():
         for work in works:
-            backlog.add(0.0, flight(count, name), 1, KIND, work)
+            backlog.add(0.0, request_state(count, name), 1, KIND, work)
             count += 1
     had = dict.fromkeys(tenants, 0.0)
     left = {name: list(works) for name, (_, works) in tenants.items()}
     while all(left.values()):
-        position = taken(backlog)
+        position = take_head(backlog)
         had[position.tenant] += position.work / weights[position.tenant]
         left[position.tenant].remove(position.work)
         slack = {name: max(works) / weights[name] for name, (_, works) in tenants.items()}
@@ -357,11 +368,11 @@ def test_queue_orders_requests_by_class_then_priority_then_arrival(asked: list[t
     """What matters more goes first; within a tenant higher priority, then earlier arrival. Nothing is left over."""
     backlog = RequestQueue({})
     for number, (tenant, level, priority) in enumerate(asked):
-        backlog.add(0.0, flight(number, tenant, priority), level, KIND, 1.0)
+        backlog.add(0.0, request_state(number, tenant, priority), level, KIND, 1.0)
     assert backlog.count == len(asked) == len(backlog.places())
     seen: list[tuple[str, int, int, int]] = []
     while backlog.count:
-        position = taken(backlog)
+        position = take_head(backlog)
         number = int(position.req.request.id)
         seen.append((position.tenant, -position.level, -position.req.request.priority, number))
     assert [level for _, level, _, _ in seen] == sorted(level for _, level, _, _ in seen)
@@ -373,8 +384,8 @@ def test_queue_orders_requests_by_class_then_priority_then_arrival(asked: list[t
 
 def test_blocked_request_does_not_block_others_in_the_queue() -> None:
     backlog = RequestQueue({})
-    first = backlog.add(0.0, flight(0, "a"), 1, (1, 0), 1.0)
-    second = backlog.add(0.0, flight(1, "a"), 1, KIND, 1.0)
+    first = backlog.add(0.0, request_state(0, "a"), 1, (1, 0), 1.0)
+    second = backlog.add(0.0, request_state(1, "a"), 1, KIND, 1.0)
     assert backlog.head() is first
     backlog.stuck.add(("a", (1, 0)))
     assert backlog.head() is second
@@ -384,7 +395,9 @@ def test_blocked_request_does_not_block_others_in_the_queue() -> None:
 
 def test_queue_tries_untried_requests_before_blocked_ones() -> None:
     backlog = RequestQueue({})
-    places = {name: backlog.add(0.0, flight(number, name), 1, KIND, 1.0) for number, name in enumerate("abc")}
+    places = {
+        name: backlog.add(0.0, request_state(number, name), 1, KIND, 1.0) for number, name in enumerate("abc")
+    }
     assert backlog.head() is places["a"]
     backlog.stuck.add(("a", KIND))
     backlog.cut = True  # enough were tried in vain
@@ -394,16 +407,16 @@ def test_queue_tries_untried_requests_before_blocked_ones() -> None:
         backlog.stuck.add((name, KIND))
     assert backlog.head() is None
     backlog.again()
-    assert taken(backlog) is places["a"]
+    assert take_head(backlog) is places["a"]
 
 
 def test_blocked_request_kind_does_not_block_another_kind_of_the_same_tenant() -> None:
     backlog = RequestQueue({})
-    backlog.add(0.0, flight(0, "a"), 1, KIND, 1.0)
+    backlog.add(0.0, request_state(0, "a"), 1, KIND, 1.0)
     backlog.stuck.add(("a", KIND))
     assert backlog.head() is None
-    other = backlog.add(0.0, flight(1, "a"), 1, (1, 0), 1.0)
-    assert taken(backlog) is other
+    other = backlog.add(0.0, request_state(1, "a"), 1, (1, 0), 1.0)
+    assert take_head(backlog) is other
     assert backlog.head() is None
     backlog.again()
     assert backlog.head() is not None
@@ -412,9 +425,9 @@ def test_blocked_request_kind_does_not_block_another_kind_of_the_same_tenant() -
 def test_work_ahead_of_a_new_request_is_its_tenants_plus_the_fair_share_of_others() -> None:
     backlog = RequestQueue({"b": 2.0})
     for number in range(10):
-        backlog.add(0.0, flight(number, "b"), 1, KIND, 100.0)
+        backlog.add(0.0, request_state(number, "b"), 1, KIND, 100.0)
     assert backlog.ahead("a", 1) == 0.0
-    backlog.add(0.0, flight(10, "a"), 1, KIND, 30.0)
+    backlog.add(0.0, request_state(10, "a"), 1, KIND, 30.0)
     assert backlog.ahead("a", 1) == 30.0 + 60.0
     assert backlog.ahead("b", 1) == 1000.0 + 30.0
     assert backlog.ahead("a", 0) == 1030.0
@@ -423,7 +436,7 @@ def test_work_ahead_of_a_new_request_is_its_tenants_plus_the_fair_share_of_other
 
 def test_removed_request_is_not_returned_by_the_queue() -> None:
     backlog = RequestQueue({})
-    places = [backlog.add(0.0, flight(number, "a"), 1, KIND, 1.0) for number in range(3)]
+    places = [backlog.add(0.0, request_state(number, "a"), 1, KIND, 1.0) for number in range(3)]
     backlog.remove(places[0])
     assert backlog.head() is places[1]
     assert backlog.tenant_count("a") == 2

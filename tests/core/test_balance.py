@@ -120,7 +120,7 @@ def test_learned_balance_fills_the_faster_replica_first_and_follows_completions(
     for job in list(world.jobs):
         world.finish(job)
     assert replicas(world, 10, finish=True) == {"fast": 10}
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 @pytest.mark.parametrize("balance", ["learned", "token"])
@@ -140,7 +140,7 @@ def test_loads_return_to_zero_after_requests_over_a_flow_finish(balance: str) ->
     assert set(firsts.values()) == {2}
     for number in range(4):
         world.finish(str(number))
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 # Turns: shares hold after every pick, and changes of the members cause neither bursts nor starvation.
@@ -148,7 +148,7 @@ def test_loads_return_to_zero_after_requests_over_a_flow_finish(balance: str) ->
 weights = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12)
 
 
-def turns_of(each: list[float]) -> WeightedRoundRobin[int]:
+def round_robin_of(each: list[float]) -> WeightedRoundRobin[int]:
     turns: WeightedRoundRobin[int] = WeightedRoundRobin()
     for member, weight in enumerate(each):
         turns.set(member, weight)
@@ -157,7 +157,7 @@ def turns_of(each: list[float]) -> WeightedRoundRobin[int]:
 
 @given(weights, st.integers(1, 300))
 def test_round_robin_counts_stay_within_one_of_their_shares(each: list[float], picks: int) -> None:
-    turns, counts, total = turns_of(each), Counter[int](), sum(each)
+    turns, counts, total = round_robin_of(each), Counter[int](), sum(each)
     for n in range(1, picks + 1):
         member = turns.pick()
         assert member is not None
@@ -181,7 +181,7 @@ def nginx_counts(each: list[int], picks: int) -> list[list[int]]:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_round_robin_spreads_at_least_as_evenly_as_nginx(each: list[int]) -> None:
     period, total = sum(each), sum(each)
-    turns, counts = turns_of([float(w) for w in each]), [0] * len(each)
+    turns, counts = round_robin_of([float(w) for w in each]), [0] * len(each)
     worst = nginx_worst = 0.0
     for n, theirs in enumerate(nginx_counts(each, period), 1):
         counts[turns.pick()] += 1  # type: ignore[index]
@@ -230,7 +230,7 @@ def test_round_robin_lags_sum_to_zero_and_stay_bounded(steps: list[tuple[str, in
 def test_round_robin_gives_an_added_member_its_share_at_once(
     each: list[float], weight: float, before: int
 ) -> None:
-    turns = turns_of(each)
+    turns = round_robin_of(each)
     for _ in range(before):
         turns.pick()
     turns.set(99, weight)
@@ -241,7 +241,7 @@ def test_round_robin_gives_an_added_member_its_share_at_once(
 
 
 def test_round_robin_follows_changed_weights() -> None:
-    turns = turns_of([1.0, 1.0, 1.0])
+    turns = round_robin_of([1.0, 1.0, 1.0])
     for _ in range(10):
         turns.pick()
     turns.set(0, 6.0)
@@ -251,7 +251,7 @@ def test_round_robin_follows_changed_weights() -> None:
 
 
 def test_swapped_round_robin_turn_counts_for_the_member_that_took_it() -> None:
-    turns = turns_of([1.0, 1.0])
+    turns = round_robin_of([1.0, 1.0])
     for _ in range(4):
         picked = turns.pick()
         assert picked is not None
@@ -260,7 +260,7 @@ def test_swapped_round_robin_turn_counts_for_the_member_that_took_it() -> None:
 
 
 def test_round_robin_member_that_took_every_turn_is_picked_again_soon() -> None:
-    turns = turns_of([1.0, 1.0])
+    turns = round_robin_of([1.0, 1.0])
     for _ in range(1000):
         picked = turns.pick()
         assert picked is not None
@@ -269,7 +269,7 @@ def test_round_robin_member_that_took_every_turn_is_picked_again_soon() -> None:
 
 
 def test_round_robin_picks_each_of_a_thousand_members_once() -> None:
-    turns = turns_of([1.0] * 1000)
+    turns = round_robin_of([1.0] * 1000)
     assert sorted(turns.pick() for _ in range(1000)) == list(range(1000))  # type: ignore[type-var]
 
 

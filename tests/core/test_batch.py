@@ -52,7 +52,7 @@ def fits(rules: BatchLimits, tokens: int) -> bool:
     return tokens <= rules.total_blocks * rules.block_tokens
 
 
-def touch(batch: Batcher | PlainBatcher, rules: BatchLimits, op: Op, key: int) -> None:
+def apply_operation(batch: Batcher | PlainBatcher, rules: BatchLimits, op: Op, key: int) -> None:
     """Carry out everything but steps."""
     what, first, second, third, priority = op
     plain = isinstance(batch, PlainBatcher)
@@ -70,7 +70,7 @@ def touch(batch: Batcher | PlainBatcher, rules: BatchLimits, op: Op, key: int) -
             batch.release(sequence.key if plain else sequence)  # type: ignore[union-attr,arg-type]
 
 
-def seen(batch: Batcher) -> tuple[object, ...]:
+def observable_state(batch: Batcher) -> tuple[object, ...]:
     """All that can be observed."""
     keys = sorted(batch.keys())
     return (
@@ -90,8 +90,8 @@ def seen(batch: Batcher) -> tuple[object, ...]:
 def test_batcher_step_equals_the_reference_batcher(rules: BatchLimits, ops: list[Op]) -> None:
     batch, plain = Batcher(rules), PlainBatcher(rules)
     for key, op in enumerate(ops):
-        touch(batch, rules, op, key)
-        touch(plain, rules, op, key)
+        apply_operation(batch, rules, op, key)
+        apply_operation(plain, rules, op, key)
         for _ in range(op[1] if op[0] == "steps" else int(op[0] == "step")):
             step, (chunks, decodes, context, preempted) = batch.next_step(), plain.next_step()
             assert (step.chunks, step.decodes, step.context_tokens) == (chunks, decodes, context)
@@ -113,8 +113,8 @@ def test_batcher_step_equals_the_reference_batcher(rules: BatchLimits, ops: list
 def test_jump_over_many_steps_equals_single_steps(rules: BatchLimits, ops: list[Op], chance: int) -> None:
     jumping, stepping = Batcher(rules), Batcher(rules)
     for key, op in enumerate(ops):
-        touch(jumping, rules, op, key)
-        touch(stepping, rules, op, key)
+        apply_operation(jumping, rules, op, key)
+        apply_operation(stepping, rules, op, key)
         left = op[1] if op[0] == "steps" else int(op[0] == "step")
         while left:
             steady = jumping.steady()
@@ -133,7 +133,7 @@ def test_jump_over_many_steps_equals_single_steps(rules: BatchLimits, ops: list[
                     assert not step.preempted
                 theirs += stepping.commit(step)
             assert ours == theirs
-            assert seen(jumping) == seen(stepping)
+            assert observable_state(jumping) == observable_state(stepping)
             left -= count
 
 
@@ -141,7 +141,7 @@ def test_jump_over_many_steps_equals_single_steps(rules: BatchLimits, ops: list[
 def test_batcher_steps_stay_within_token_budget_slots_and_blocks(rules: BatchLimits, ops: list[Op]) -> None:
     batch = Batcher(rules)
     for key, op in enumerate(ops):
-        touch(batch, rules, op, key)
+        apply_operation(batch, rules, op, key)
         step = batch.next_step()
         assert step.tokens <= rules.token_budget
         assert batch.running <= rules.max_running
@@ -189,7 +189,7 @@ def test_every_request_finishes_in_bounded_steps_and_in_order(rules: BatchLimits
     assert batch.free_blocks == rules.total_blocks
 
 
-def run(batch: Batcher, stop: Callable[[list[Happening]], bool], most: int = 10_000) -> int:
+def steps_until(batch: Batcher, stop: Callable[[list[Happening]], bool], most: int = 10_000) -> int:
     """Steps until something happens."""
     for count in range(1, most):
         if stop(batch.commit(batch.next_step())):
@@ -203,7 +203,7 @@ def test_lone_request_takes_its_prefill_chunks_plus_one_step_per_further_token(
 ) -> None:
     batch = Batcher(BatchLimits(100, token_budget=budget, max_running=4))
     batch.add(0, prompt, 0, output)
-    steps = run(batch, lambda result: (FINISHED, 0) in result)
+    steps = steps_until(batch, lambda result: (FINISHED, 0) in result)
     assert steps == -(-prompt // budget) + output - 1
 
 
@@ -217,7 +217,7 @@ def test_received_kv_decodes_at_once_and_uses_the_blocks_of_a_local_prefill() ->
     step = remote.next_step()
     assert (step.chunks, step.decodes, step.context_tokens) == ([], 1, 47)
     assert remote.commit(step) == [(FIRST, 0)]
-    assert seen(remote)[:5] == seen(local)[:5]
+    assert observable_state(remote)[:5] == observable_state(local)[:5]
 
 
 def test_prefill_segment_keeps_its_blocks_until_released() -> None:
@@ -267,7 +267,7 @@ def test_lowest_priority_latest_request_is_preempted_and_resumes_with_its_progre
     assert preempted == [2]
     assert batch.streamed(2) == made[2] > 0
     assert batch.queued == 1
-    steps = run(batch, lambda result: (RESUMED, 2) in result)
+    steps = steps_until(batch, lambda result: (RESUMED, 2) in result)
     assert batch.streamed(2) == made[2] + 1
     assert steps > 1
 

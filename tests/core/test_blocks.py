@@ -96,7 +96,7 @@ def test_token_beyond_64_bits_is_refused() -> None:
         block_hashes([1 << 63] * SIZE, "m", SIZE)
 
 
-class Plain:
+class PlainPool:
     """What the pool should do: entries by recency, most recent first; every use touches a whole chain."""
 
     def __init__(self, blocks: int) -> None:
@@ -141,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(self.size, exact=self.exact, block_tokens=SIZE)
-        self.plain = Plain(self.size)
+        self.plain = PlainPool(self.size)
         self.heard: set[int] = set()
         self.marked: set[int] = set()
         self.places: dict[Name, tuple[int, ...]] = {}

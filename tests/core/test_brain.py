@@ -14,7 +14,7 @@ from test_brain_stateful import PLANS, POLICIES
 
 from potluck.core.brain.brain import Brain
 from potluck.core.state import actions as act
-from potluck.core.state import events as told
+from potluck.core.state import events
 from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Plan, PlannedReplica
@@ -41,7 +41,7 @@ def only_refusal(actions: list[act.Action]) -> act.Refuse:
 def test_first_plan_starts_every_replica() -> None:
     template = build.template("two", ("mixed", "mixed"), closed=(1.0,))
     plan = build.plan((template,), {("two", "near"): 2}, {}, longest=(1000,))
-    actions = Brain(build.facts((template,)), Policy()).on(0.0, told.PlanReceived(plan))
+    actions = Brain(build.facts((template,)), Policy()).on(0.0, events.PlanReceived(plan))
     names = [action.member.id for action in actions if isinstance(action, act.StartReplica)]
     assert names == ["two@near#0/0", "two@near#0/1", "two@near#1/0", "two@near#1/1"]
     assert len(actions) == 4
@@ -56,7 +56,7 @@ def test_finished_aggregated_request_leaves_no_load() -> None:
     assert world.advance("a") == []
     assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (1, 0, 1100)
     assert world.advance("a") == []
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_requests_wait_in_order_for_the_first_ready_replica() -> None:
@@ -79,13 +79,13 @@ def test_waiting_request_is_refused_at_its_deadline_or_the_maximum_wait() -> Non
     world.arrive(build.request("patient"))
     world.arrive(build.request("urgent", deadline_s=3.0))
     world.now_s = 2.9
-    assert world.tell(told.Tick()) == []
+    assert world.tell(events.Tick()) == []
     world.now_s = 3.0
-    assert only_refusal(world.tell(told.Tick())).reason == "deadline"
+    assert only_refusal(world.tell(events.Tick())).reason == "deadline"
     world.now_s = 9.9
-    assert world.tell(told.Tick()) == []
+    assert world.tell(events.Tick()) == []
     world.now_s = 10.0
-    refusal = only_refusal(world.tell(told.Tick()))
+    refusal = only_refusal(world.tell(events.Tick()))
     assert (refusal.request, refusal.reason) == ("patient", "no_capacity")
     assert "10 s" in refusal.detail
     assert world.make_ready("one@near#0/0") == []
@@ -129,7 +129,7 @@ def test_failed_request_resumes_on_another_replica_from_its_streamed_tokens() ->
     view = world.brain.fleet.views[again.route.decoder]
     assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (1, 1007, 1100)
     world.finish("a")
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_request_is_refused_after_its_retries_or_its_deadline() -> None:
@@ -143,7 +143,7 @@ def test_request_is_refused_after_its_retries_or_its_deadline() -> None:
     run = only_run(world.arrive(build.request("b", deadline_s=5.0)))
     world.now_s = 5.0
     assert only_refusal(world.fail("b", "replica", run.route.decoder)).reason == "deadline"
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_only_replica_is_retried_unless_it_was_lost() -> None:
@@ -154,40 +154,40 @@ def test_only_replica_is_retried_unless_it_was_lost() -> None:
     assert isinstance(again, act.Run)
     assert world.fail("a", "replica", run.route.decoder) == []  # held: it may be gone
     world.now_s = 1.0
-    assert only_run(world.tell(told.Tick())).attempt == 2  # it was not
+    assert only_run(world.tell(events.Tick())).attempt == 2  # it was not
 
 
 def test_late_and_repeated_failure_events_are_ignored() -> None:
     world = build.world(TWO)
     first = only_run(world.arrive(build.request("a")))
     world.fail("a", "replica", first.route.decoder)
-    assert world.tell(told.AttemptFailed("a", 0, "replica", first.route.decoder, 0)) == []
+    assert world.tell(events.AttemptFailed("a", 0, "replica", first.route.decoder, 0)) == []
     world.finish("a")
-    assert world.tell(told.AttemptFailed("a", 1, "replica", first.route.decoder, 0)) == []
-    assert world.tell(told.RequestFinished("a", 1, 100)) == []
-    build.assert_at_rest(world.brain)
+    assert world.tell(events.AttemptFailed("a", 1, "replica", first.route.decoder, 0)) == []
+    assert world.tell(events.RequestFinished("a", 1, 100)) == []
+    build.assert_idle(world.brain)
 
 
 def test_failure_after_the_last_token_counts_as_finished() -> None:
     world = build.world(TWO)
     run = only_run(world.arrive(build.request("a", output=10)))
     assert world.fail("a", "replica", run.route.decoder, streamed=10) == []
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_cancelled_request_frees_its_replica() -> None:
     world = build.world(PLAIN)
     run = only_run(world.arrive(build.request("a")))
-    assert world.tell(told.RequestCancelled("a")) == [act.Abort("a", (run.route.decoder,))]
-    assert world.tell(told.RequestCancelled("a")) == []
-    build.assert_at_rest(world.brain)
+    assert world.tell(events.RequestCancelled("a")) == [act.Abort("a", (run.route.decoder,))]
+    assert world.tell(events.RequestCancelled("a")) == []
+    build.assert_idle(world.brain)
 
 
 def test_repeated_arrival_event_is_ignored() -> None:
     world = build.world(PLAIN)
     asked = build.request("a")
     world.arrive(asked)
-    assert world.tell(told.RequestArrived(asked)) == []
+    assert world.tell(events.RequestArrived(asked)) == []
 
 
 def test_old_copies_serve_until_the_copies_of_a_new_plan_are_ready() -> None:
@@ -200,21 +200,21 @@ def test_old_copies_serve_until_the_copies_of_a_new_plan_are_ready() -> None:
     assert only_run(world.arrive(build.request("a"))).route.decoder == "one@near#0/0"
     world.make_ready("other@near#1/0")
     world.now_s = 1.0
-    assert world.tell(told.Tick()) == [act.DrainReplica("one@near#0/0")]
+    assert world.tell(events.Tick()) == [act.DrainReplica("one@near#0/0")]
     assert only_run(world.arrive(build.request("b"))).route.decoder == "other@near#1/0"
     world.drain_out("one@near#0/0")
     assert world.log[-1][2] == (act.StopReplica("one@near#0/0"),)
     world.finish("b")
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_lost_replica_is_started_again() -> None:
     world = build.world(TWO)
-    world.tell(told.Tick())
+    world.tell(events.Tick())
     world.lose("one@near#0/0")
     assert {only_run(world.arrive(build.request(str(n)))).route.decoder for n in range(4)} == {"one@near#1/0"}
     world.now_s = 1.0
-    (start,) = world.tell(told.Tick())
+    (start,) = world.tell(events.Tick())
     assert isinstance(start, act.StartReplica)
     assert start.member.unit != "one@near#1"
 
@@ -226,7 +226,7 @@ def test_autoscaler_adds_copies_when_requests_exceed_capacity() -> None:
         world.now_s = number * 0.1  # ten times what was planned
         world.arrive(build.request(str(number), at_s=world.now_s))
         if number % 10 == 9:
-            world.tell(told.Tick())
+            world.tell(events.Tick())
         world.finish(str(number))
     started = [a for _, _, actions in world.log for a in actions if isinstance(a, act.StartReplica)]
     assert len(started) > 1
@@ -250,7 +250,7 @@ def test_advise_mode_notes_scaling_without_starting_replicas() -> None:
         world.now_s = number * 0.1
         world.arrive(build.request(str(number), at_s=world.now_s))
         if number % 10 == 9:
-            world.tell(told.Tick())
+            world.tell(events.Tick())
         world.finish(str(number))
     actions = [a for _, _, made in world.log for a in made]
     assert len([a for a in actions if isinstance(a, act.StartReplica)]) == 1
@@ -265,7 +265,7 @@ def test_slow_replica_is_noted_once_and_again_when_it_recovers() -> None:
     text = []
     for pace in (1.0, 1.6, 2.5, 1.4, 1.1, 1.1):
         view.pace = pace
-        text += [item.what for item in world.tell(told.Tick()) if isinstance(item, act.OperatorNote)]
+        text += [item.what for item in world.tell(events.Tick()) if isinstance(item, act.OperatorNote)]
     said = ["takes 1.6 times as long as planned", "is about as fast as planned again"]
     assert [item.partition(" ")[2] for item in text] == said
 
@@ -273,13 +273,13 @@ def test_slow_replica_is_noted_once_and_again_when_it_recovers() -> None:
 @pytest.mark.parametrize("scaling", ["replan", "ahead", "cauchy"])
 def test_changed_market_prices_trigger_a_replan_at_once(scaling: str) -> None:
     world = build.world(PLAIN, Policy(scaling=scaling))  # type: ignore[arg-type]
-    world.tell(told.Tick())
+    world.tell(events.Tick())
     cheaper = (Region("near", (NodeOffer("node", 0.1, 5),)),)
     world.now_s = 1.0
-    (asked,) = [item for item in world.tell(told.MarketReported(cheaper)) if isinstance(item, act.Replan)]
+    (asked,) = [item for item in world.tell(events.MarketReported(cheaper)) if isinstance(item, act.Replan)]
     assert "prices or nodes changed" in asked.reason
     world.now_s = 2.0
-    assert not [item for item in world.tell(told.Tick()) if isinstance(item, act.Replan)]
+    assert not [item for item in world.tell(events.Tick()) if isinstance(item, act.Replan)]
 
 
 def test_started_service_does_not_scale_down_before_a_window_has_passed() -> None:
@@ -287,7 +287,7 @@ def test_started_service_does_not_scale_down_before_a_window_has_passed() -> Non
     asked: list[float] = []
     for second in range(60):
         world.now_s = float(second)
-        asked += [world.now_s for item in world.tell(told.Tick()) if isinstance(item, act.Replan)]
+        asked += [world.now_s for item in world.tell(events.Tick()) if isinstance(item, act.Replan)]
     assert asked
     assert asked[0] >= 24.0, "a window that nobody has looked through says nothing"
 
@@ -296,7 +296,7 @@ def test_newly_available_nodes_are_used_at_once() -> None:
     known = replace(build.facts((ONE,)), regions=(Region("near", (NodeOffer("node", 1.0, 1),)),))
     world = build.world(TWO, known=known)
     assert len(world.brain.fleet.views) == 1
-    actions = world.tell(told.MarketReported((Region("near", (NodeOffer("node", 1.0, 2),)),)))
+    actions = world.tell(events.MarketReported((Region("near", (NodeOffer("node", 1.0, 2),)),)))
     assert [type(action) for action in actions] == [act.StartReplica]
 
 
@@ -316,14 +316,14 @@ def test_queued_requests_count_as_demand_for_scaling() -> None:
         seen.append(observed.of("m").held),  # type: ignore[union-attr]
         message(at_s, observed, fleet, plan),
     )[1]
-    world.tell(told.Tick())
+    world.tell(events.Tick())
     assert seen == [waiting]
 
 
 # A Brain that takes another's place knows what is under way: it counts it, and lets go of it, as its own.
 
 
-def adopt(world: World, plan: Plan, policy: Policy, ready: bool) -> World:
+def adopted_world(world: World, plan: Plan, policy: Policy, ready: bool) -> World:
     """What a driver tells another Brain of all that is open, and that Brain's world."""
     after = World(Brain(build.facts(plan.templates), policy))
     after.plan(plan, ready)
@@ -333,12 +333,12 @@ def adopt(world: World, plan: Plan, policy: Policy, ready: bool) -> World:
         after.requests[name] = request
         job = world.jobs.get(name)
         if job is None:
-            after.tell(told.RequestArrived(request))
+            after.tell(events.RequestArrived(request))
             continue
         run = job.run
         after.attempts[name] = run.attempt + 1
         actions = after.tell(
-            told.RequestAdopted(request, run.attempt, run.streamed_tokens, run.route, job.done, job.first)
+            events.RequestAdopted(request, run.attempt, run.streamed_tokens, run.route, job.done, job.first)
         )
         if not actions:
             after.jobs[name] = job
@@ -364,7 +364,7 @@ def test_adopted_requests_restore_the_load_counts_of_replicas(
             if f"r{place}" in world.jobs:
                 world.advance(f"r{place}")
     under_way = set(world.jobs)
-    after = adopt(world, plan, policy, ready)
+    after = adopted_world(world, plan, policy, ready)
     assert set(after.brain.requests) == set(world.requests) - set(world.ended) - set(after.ended)
     assert under_way <= set(after.jobs) | set(after.ended)
     before, now = world.brain.fleet.views, after.brain.fleet.views
@@ -377,12 +377,12 @@ def test_adopted_requests_restore_the_load_counts_of_replicas(
     while after.jobs:
         after.finish(next(iter(after.jobs)))
         after.now_s += 1.0
-        after.tell(told.Tick())
+        after.tell(events.Tick())
     after.now_s += 10.0
-    after.tell(told.Tick())
+    after.tell(events.Tick())
     while after.jobs:
         after.finish(next(iter(after.jobs)))
-    build.assert_at_rest(after.brain)
+    build.assert_idle(after.brain)
 
 
 PLAIN_ADOPTION = build.template("plain", closed=(1.0, 1.0))
@@ -401,37 +401,37 @@ def world() -> World:
 def test_adopted_request_continues_and_recovers_like_any_other(world: World) -> None:
     one, other = sorted(world.members)
     request = world.requests["r"]
-    assert world.tell(told.RequestAdopted(request, 2, 10, aggregated(one), 0, True)) == []
-    assert world.tell(told.RequestAdopted(request, 2, 10, aggregated(other), 0, True)) == [], "once"
-    assert world.tell(told.RequestArrived(request)) == []
-    assert world.tell(told.RequestFinished("r", 1, 50)) == [], "of an earlier attempt"
+    assert world.tell(events.RequestAdopted(request, 2, 10, aggregated(one), 0, True)) == []
+    assert world.tell(events.RequestAdopted(request, 2, 10, aggregated(other), 0, True)) == [], "once"
+    assert world.tell(events.RequestArrived(request)) == []
+    assert world.tell(events.RequestFinished("r", 1, 50)) == [], "of an earlier attempt"
     world.attempts["r"] = 3
-    message = world.tell(told.AttemptFailed("r", 2, "replica", one, 17))
+    message = world.tell(events.AttemptFailed("r", 2, "replica", one, 17))
     (run,) = [item for item in message if not isinstance(item, act.Abort)]
     assert run == act.Run("r", aggregated(other), 3, 117, 17)
     world.finish("r")
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_adopted_request_without_a_route_is_dispatched_from_its_streamed_tokens(world: World) -> None:
     request = world.requests["r"]
     world.attempts["r"] = 5
-    (run,) = world.tell(told.RequestAdopted(request, 4, 20, None))
+    (run,) = world.tell(events.RequestAdopted(request, 4, 20, None))
     assert isinstance(run, act.Run)
     assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (5, 20, 120)
     world.finish("r")
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_adopted_request_on_an_unknown_replica_is_dispatched_again(world: World) -> None:
     one = min(world.members)
     request = world.requests["r"]
     world.attempts["r"] = 1
-    (run,) = world.tell(told.RequestAdopted(request, 0, 0, handed_over("gone", one, 60), 0, False))
+    (run,) = world.tell(events.RequestAdopted(request, 0, 0, handed_over("gone", one, 60), 0, False))
     assert isinstance(run, act.Run)
     assert run.attempt == 1
-    assert world.tell(told.RequestCancelled("r"))
-    build.assert_at_rest(world.brain)
+    assert world.tell(events.RequestCancelled("r"))
+    build.assert_idle(world.brain)
 
 
 # Replicas whose caches cross in unlike versions: each answers whole requests, none hands over to the other.
@@ -442,7 +442,7 @@ COMBO = build.template("combo", ("prefill", "decode"), "combo", closed=(1.0,))
 PAIR = build.template("pair", ("prefill", "mixed"), "pair", closed=(1.0,))
 
 
-def flow(source: str) -> Plan:
+def flow_plan(source: str) -> Plan:
     counts = {("first", source): 1, ("second", "near"): 1}
     shares: dict[tuple[str, str, build.Phase], tuple[float, ...]] = {
         ("first", source, "prefill"): (1.0,),
@@ -451,7 +451,7 @@ def flow(source: str) -> Plan:
     return build.plan((FIRST, SECOND), counts, shares, {("m", source, "near"): (1.0,)}, (100_000,))
 
 
-def closed(name: str) -> Plan:
+def aggregated_plan(name: str) -> Plan:
     template = COMBO if name == "combo" else PAIR
     return build.plan(
         (template,), {(name, "near"): 1}, {(name, "near", "closed"): (1.0,)}, longest=(100_000,)
@@ -459,10 +459,10 @@ def closed(name: str) -> Plan:
 
 
 PLANS_VERSIONS = {
-    "flow": flow("near"),
-    "crossing": flow("far"),
-    "combo": closed("combo"),
-    "pair": closed("pair"),
+    "flow": flow_plan("near"),
+    "crossing": flow_plan("far"),
+    "combo": aggregated_plan("combo"),
+    "pair": aggregated_plan("pair"),
 }
 
 
@@ -478,7 +478,7 @@ def replicas_of(plan: Plan, versions: tuple[int, int]) -> list[tuple[str, ...]]:
         assert isinstance(run, act.Run)
         replicas.append(tuple(segment.replica for segment in run.route.segments))
         world.finish(f"r{place}")
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
     return replicas
 
 

@@ -11,7 +11,7 @@ from potluck.core.state.actions import Refuse
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_ends_once_when_events_are_late_repeated_or_lost(seed: int) -> None:
-    chaos = driver.trial(seed, 4000)
+    chaos = driver.run_chaos(seed, 4000)
     assert chaos.events >= 4000
     assert all(chaos.fates.values()), (
         "a trial in which nobody is answered, refused or cancelled shows nothing"
@@ -36,10 +36,10 @@ def test_chaos_driver_detects_violated_invariants() -> None:
     run = job.run
     assert run is not None
     for wrong in (run, run._replace(attempt=job.attempt + 1)):
-        with pytest.raises(driver.Broken):
+        with pytest.raises(driver.InvariantBroken):
             chaos._do(wrong)
     job.run = None
-    with pytest.raises(driver.Broken, match="tokens"):
+    with pytest.raises(driver.InvariantBroken, match="tokens"):
         chaos._do(run._replace(attempt=job.attempt + 1, streamed_tokens=job.streamed + 1))
-    with pytest.raises(driver.Broken, match="ended"):
+    with pytest.raises(driver.InvariantBroken, match="ended"):
         chaos._do(Refuse("nobody", "lost", "never was"))

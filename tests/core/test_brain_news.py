@@ -20,7 +20,7 @@ from potluck.core.brain.recovery import (
 from potluck.core.brain.requests import ENDED
 from potluck.core.scaling.rule import FlipRole
 from potluck.core.state import actions as act
-from potluck.core.state import events as told
+from potluck.core.state import events
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import ReplicaSpec
@@ -29,130 +29,132 @@ from potluck.core.values.types import Slo
 ONE = build.template("one", closed=(1.0,))
 
 
-def many(near: int, far: int = 0) -> build.Plan:
+def plan_of_copies(near: int, far: int = 0) -> build.Plan:
     counts = {("one", "near"): near} | ({("one", "far"): far} if far else {})
     shares = {(name, region, "closed"): (1.0,) for name, region in counts}
     return build.plan((ONE,), counts, shares, longest=(200_000,))  # type: ignore[arg-type]
 
 
-def sent(actions: list[act.Action]) -> act.Run:
+def dispatched_run(actions: list[act.Action]) -> act.Run:
     (run,) = [action for action in actions if isinstance(action, act.Run)]
     return run
 
 
 def test_events_of_a_finished_attempt_change_nothing() -> None:
-    world = build.world(many(3))
-    first = sent(world.arrive(build.request("a")))
-    again = sent(world.fail("a", "timeout", first.route.decoder, 3))
+    world = build.world(plan_of_copies(3))
+    first = dispatched_run(world.arrive(build.request("a")))
+    again = dispatched_run(world.fail("a", "timeout", first.route.decoder, 3))
     view = world.brain.fleet.views[again.route.decoder]
     counts = (view.open_requests, view.open_prefill_tokens, view.open_context_tokens)
     for late in (
-        told.SegmentDone("a", 0, 0),
-        told.FirstToken("a", 0),
-        told.RequestFinished("a", 0, 100),
-        told.AttemptFailed("a", 0, "timeout", first.route.decoder, 3),
-        told.AttemptFailed("a", 0, "timeout", again.route.decoder, 3),
-        told.AttemptFailed("a", 2, "timeout", again.route.decoder, 3),
+        events.SegmentDone("a", 0, 0),
+        events.FirstToken("a", 0),
+        events.RequestFinished("a", 0, 100),
+        events.AttemptFailed("a", 0, "timeout", first.route.decoder, 3),
+        events.AttemptFailed("a", 0, "timeout", again.route.decoder, 3),
+        events.AttemptFailed("a", 2, "timeout", again.route.decoder, 3),
     ):
         assert world.tell(late) == []
         assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == counts
     assert world.brain.requests["a"].failures == 1
     world.finish("a")
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 @pytest.mark.parametrize("end", ["finished", "refused", "cancelled", "before"])
 def test_ended_request_does_not_start_again_on_a_repeated_arrival(end: str) -> None:
-    world = build.world(many(1))
+    world = build.world(plan_of_copies(1))
     asked = build.request("a", deadline_s=0.0 if end == "refused" else None)
     if end == "before":
-        assert world.tell(told.RequestCancelled("a")) == []
-        assert world.tell(told.RequestArrived(asked)) == []
+        assert world.tell(events.RequestCancelled("a")) == []
+        assert world.tell(events.RequestArrived(asked)) == []
     else:
         assert world.arrive(asked)
     if end == "finished":
         world.finish("a")
     elif end == "cancelled":
-        assert world.tell(told.RequestCancelled("a")) == [act.Abort("a", ("one@near#0/0",))]
-    assert world.tell(told.RequestArrived(asked)) == []
+        assert world.tell(events.RequestCancelled("a")) == [act.Abort("a", ("one@near#0/0",))]
+    assert world.tell(events.RequestArrived(asked)) == []
     for number in range(2 * ENDED):
-        world.brain.on(0.0, told.RequestCancelled(f"other{number}"))
+        world.brain.on(0.0, events.RequestCancelled(f"other{number}"))
     assert world.brain.sizes()["ended"] <= 2 * ENDED
 
 
 def test_lost_replica_without_failure_events_is_queried_and_its_request_resumed() -> None:
-    world = build.world(many(2))
-    run = sent(world.arrive(build.request("a")))
+    world = build.world(plan_of_copies(2))
+    run = dispatched_run(world.arrive(build.request("a")))
     world.advance("a")
     lost = run.route.decoder
-    world.tell(told.ReplicaLost(lost, "died"))
+    world.tell(events.ReplicaLost(lost, "died"))
     world.now_s = FAILED_S - 0.1
-    assert not [item for item in world.tell(told.Tick()) if isinstance(item, act.QueryAttempt)]
+    assert not [item for item in world.tell(events.Tick()) if isinstance(item, act.QueryAttempt)]
     world.now_s = FAILED_S
-    assert act.QueryAttempt("a", 0) in world.tell(told.Tick())
-    again = sent(world.fail("a", "replica", lost, streamed=57))
+    assert act.QueryAttempt("a", 0) in world.tell(events.Tick())
+    again = dispatched_run(world.fail("a", "replica", lost, streamed=57))
     assert (again.attempt, again.streamed_tokens, again.prompt_tokens) == (1, 57, 1057)
-    assert world.tell(told.AttemptFailed("a", 0, "replica", lost, 57)) == []
+    assert world.tell(events.AttemptFailed("a", 0, "replica", lost, 57)) == []
     world.finish("a")
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_false_loss_report_and_spot_notice_do_not_interrupt_requests() -> None:
-    world = build.world(many(2))
-    run = sent(world.arrive(build.request("a")))
-    world.tell(told.ReplicaLost(run.route.decoder, "spot", 30.0))
+    world = build.world(plan_of_copies(2))
+    run = dispatched_run(world.arrive(build.request("a")))
+    world.tell(events.ReplicaLost(run.route.decoder, "spot", 30.0))
     for second in range(1, 34):
         world.now_s = float(second)
         assert not [
-            item for item in world.tell(told.Tick()) if isinstance(item, act.QueryAttempt | act.Refuse)
+            item for item in world.tell(events.Tick()) if isinstance(item, act.QueryAttempt | act.Refuse)
         ]
     asked = 0
     for second in range(34, 200):
         world.now_s = float(second)
-        if act.QueryAttempt("a", 0) in world.tell(told.Tick()):
+        if act.QueryAttempt("a", 0) in world.tell(events.Tick()):
             asked += 1
-            world.tell(told.AttemptRunning("a", 0))
+            world.tell(events.AttemptRunning("a", 0))
     assert asked > 10
     assert "a" in world.brain.requests
     world.finish("a")
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_silent_attempt_is_queried_and_then_refused_as_lost() -> None:
-    world = build.world(many(1))
+    world = build.world(plan_of_copies(1))
     world.arrive(build.request("a"))
     world.now_s = SILENCE_S
     for _ in range(QUESTIONS):
-        assert world.tell(told.Tick()) == [act.QueryAttempt("a", 0)]
+        assert world.tell(events.Tick()) == [act.QueryAttempt("a", 0)]
         world.now_s += ANSWER_S
-    abandoned, refused = world.tell(told.Tick())
+    abandoned, refused = world.tell(events.Tick())
     assert abandoned == act.Abort("a", ("one@near#0/0",))
     assert isinstance(refused, act.Refuse)
     assert refused.reason == "lost"
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
     assert world.brain.sizes()["inquiries"] == 0
 
 
-def member(name: str, region: str = "near", nodes: tuple[str, ...] = (), zone: str = "") -> ReplicaSpec:
+def replica_spec_of(
+    name: str, region: str = "near", nodes: tuple[str, ...] = (), zone: str = ""
+) -> ReplicaSpec:
     return ReplicaSpec(name, name, "t", 0, "homogeneous", "m", "mixed", region, nodes, zone)
 
 
 def test_loss_suspects_are_the_smallest_domain_of_all_losses() -> None:
-    a, b = member("a", nodes=("n1",), zone="z1"), member("b", nodes=("n1", "n2"), zone="z1")
-    c, d = member("c", nodes=("n3",), zone="z1"), member("d", nodes=("n4",), zone="z2")
+    a, b = replica_spec_of("a", nodes=("n1",), zone="z1"), replica_spec_of("b", nodes=("n1", "n2"), zone="z1")
+    c, d = replica_spec_of("c", nodes=("n3",), zone="z1"), replica_spec_of("d", nodes=("n4",), zone="z2")
     assert smallest([a]) == smallest([a, b]) == ("node near/n1",)
     assert smallest([a, b, c]) == ("zone near/z1",)
     assert smallest([a, d]) == ("region near",)
-    assert smallest([member("x"), member("y")]) == ("region near",)
-    assert smallest([member("x")]) == ("x",)
+    assert smallest([replica_spec_of("x"), replica_spec_of("y")]) == ("region near",)
+    assert smallest([replica_spec_of("x")]) == ("x",)
 
 
 def test_recent_losses_expire_recover_and_are_separate_by_region() -> None:
     losses = RecentLosses()
-    losses.note(0.0, member("a", nodes=("n1",)))
-    losses.note(1.0, member("b", "far", nodes=("n1",)))
+    losses.note(0.0, replica_spec_of("a", nodes=("n1",)))
+    losses.note(1.0, replica_spec_of("b", "far", nodes=("n1",)))
     assert losses.suspects(1.0) == {"node near/n1", "node far/n1"}
-    losses.note(2.0, member("c", "far", nodes=("n2",)))
+    losses.note(2.0, replica_spec_of("c", "far", nodes=("n2",)))
     assert losses.suspects(2.0) == {"node near/n1", "region far"}
     losses.mend("c")
     assert losses.suspects(TOGETHER_S + 0.5) == {"node far/n1"}
@@ -160,7 +162,7 @@ def test_recent_losses_expire_recover_and_are_separate_by_region() -> None:
 
 
 def test_retries_avoid_a_region_with_many_losses() -> None:
-    world = build.world(many(4, 2))
+    world = build.world(plan_of_copies(4, 2))
     for number in range(24):
         world.arrive(build.request(f"{number:02}"))
     for name in [name for name in world.members if "@near" in name]:
@@ -171,14 +173,14 @@ def test_retries_avoid_a_region_with_many_losses() -> None:
 
 
 def test_request_that_loses_every_replica_is_refused_after_its_retries() -> None:
-    world = build.world(many(8), Policy(retries=2))
-    run = sent(world.arrive(build.request("poison")))
+    world = build.world(plan_of_copies(8), Policy(retries=2))
+    run = dispatched_run(world.arrive(build.request("poison")))
     killed = 0
     while "poison" in world.jobs:
         world.lose(world.jobs["poison"].run.route.decoder)
         killed += 1
         world.now_s += 2 * TOGETHER_S
-        world.tell(told.Tick())
+        world.tell(events.Tick())
     assert killed == 3
     assert world.ended == {"poison": "refused"}
     assert run.attempt == 0
@@ -186,16 +188,16 @@ def test_request_that_loses_every_replica_is_refused_after_its_retries() -> None
 
 def test_request_that_loses_replicas_after_some_tokens_is_refused() -> None:
     """It gets no further than where it killed the first: only that first loss is not held against it."""
-    world = build.world(many(8), Policy(retries=2))
+    world = build.world(plan_of_copies(8), Policy(retries=2))
     world.arrive(build.request("poison", output=50))
     killed = 0
     while "poison" in world.jobs:
-        world.tell(told.FirstToken("poison", world.jobs["poison"].run.attempt))
+        world.tell(events.FirstToken("poison", world.jobs["poison"].run.attempt))
         decoder = world.jobs["poison"].run.route.decoder
         world.fail("poison", "replica", decoder, streamed=7)
         killed += 1
         world.now_s += 2 * TOGETHER_S
-        world.tell(told.Tick())
+        world.tell(events.Tick())
     assert killed == 4
 
 
@@ -204,20 +206,20 @@ def test_request_whose_replicas_fall_silent_is_refused_unless_others_are_silent_
     sign: str,
 ) -> None:
     """It gets no further, each time: a prompt that takes long on a machine that stops its engines in turn."""
-    world = build.world(many(12), Policy(retries=2))
-    first = sent(world.arrive(build.request("a"))).route.decoder
+    world = build.world(plan_of_copies(12), Policy(retries=2))
+    first = dispatched_run(world.arrive(build.request("a"))).route.decoder
     spared = [name for name in sorted(world.members) if name != first]
     if sign == "another":
-        world.tell(told.ReplicaSilent(spared[0]))
+        world.tell(events.ReplicaSilent(spared[0]))
     if sign == "woke":
-        world.tell(told.ReplicaSilent(first))
-        world.tell(told.ReplicaReported(first, told.ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0)))
+        world.tell(events.ReplicaSilent(first))
+        world.tell(events.ReplicaReported(first, events.ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0)))
     silenced = 0
     while "a" in world.jobs and silenced < 8:
         world.now_s += 1.1 * TOGETHER_S
-        world.tell(told.Tick())
+        world.tell(events.Tick())
         replica = world.jobs["a"].run.route.decoder
-        world.tell(told.ReplicaSilent(replica))
+        world.tell(events.ReplicaSilent(replica))
         world.fail("a", "replica", replica)
         silenced += 1
     assert silenced == (3 if sign == "none" else 8)
@@ -225,12 +227,12 @@ def test_request_whose_replicas_fall_silent_is_refused_unless_others_are_silent_
 
 def test_request_that_progresses_between_losses_is_retried() -> None:
     """Engines are frozen one after another, each while it is there: it goes on as long as somebody is."""
-    world = build.world(many(8), Policy(retries=2))
+    world = build.world(plan_of_copies(8), Policy(retries=2))
     world.arrive(build.request("unlucky", output=50))
     for number in range(1, 8):
         world.fail("unlucky", "replica", world.jobs["unlucky"].run.route.decoder, streamed=5 * number)
         world.now_s += 2 * TOGETHER_S
-        world.tell(told.Tick())
+        world.tell(events.Tick())
         assert world.jobs["unlucky"].run.streamed_tokens == 5 * number
     assert world.ended == {}
 
@@ -247,14 +249,14 @@ def test_request_waiting_for_a_pair_is_refused_at_its_limit(deadline_s: float | 
     waiting = sorted(set("abcdef") - world.jobs.keys())
     assert waiting
     world.now_s = (deadline_s or 10.0) - 0.1
-    assert not [item for item in world.tell(told.Tick()) if isinstance(item, act.Refuse)]
+    assert not [item for item in world.tell(events.Tick()) if isinstance(item, act.Refuse)]
     world.now_s += 0.1
-    refused = [item for item in world.tell(told.Tick()) if isinstance(item, act.Refuse)]
+    refused = [item for item in world.tell(events.Tick()) if isinstance(item, act.Refuse)]
     assert sorted(item.request for item in refused) == waiting
     assert {item.reason for item in refused} == {reason}
     for name in list(world.jobs):
         world.finish(name)
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 # What a person orders: it is done, what follows is done, and rules do not undo it.
@@ -271,7 +273,7 @@ FLOW = build.plan(
 )
 
 
-def _closed(template: build.Template, count: int) -> build.Plan:
+def _aggregated_plan(template: build.Template, count: int) -> build.Plan:
     name = template.name
     return build.plan(
         (template,), {(name, "near"): count}, {(name, "near", "closed"): (1.0,)}, longest=(9_000,)
@@ -279,10 +281,10 @@ def _closed(template: build.Template, count: int) -> build.Plan:
 
 
 def test_drained_replica_finishes_its_requests_and_is_replaced() -> None:
-    world = build.world(_closed(ONE_ORDERS, 2))
+    world = build.world(_aggregated_plan(ONE_ORDERS, 2))
     (run,) = world.arrive(build.request("a"))
     replica = run.route.decoder
-    actions = world.tell(told.OperatorOrdered(replica, "drain"))
+    actions = world.tell(events.OperatorOrdered(replica, "drain"))
     assert act.DrainReplica(replica) in actions
     (start,) = [action for action in actions if isinstance(action, act.StartReplica)]
     assert start.member.id != replica
@@ -293,49 +295,49 @@ def test_drained_replica_finishes_its_requests_and_is_replaced() -> None:
     world.drain_out(replica)
     assert replica not in world.members
     assert world.ended["a"] == "answered"
-    assert world.tell(told.OperatorOrdered(replica, "drain")) == [], "it is gone"
+    assert world.tell(events.OperatorOrdered(replica, "drain")) == [], "it is gone"
 
 
 def test_cordoned_replica_keeps_its_requests_and_gets_no_new_ones() -> None:
-    world = build.world(_closed(ONE_ORDERS, 2))
+    world = build.world(_aggregated_plan(ONE_ORDERS, 2))
     (run,) = world.arrive(build.request("a"))
     replica = run.route.decoder
-    assert world.tell(told.OperatorOrdered(replica, "cordon")) == [], "nobody is started in its place"
+    assert world.tell(events.OperatorOrdered(replica, "cordon")) == [], "nobody is started in its place"
     assert "a" in world.jobs
     for number in range(4):
         (other,) = world.arrive(build.request(f"b{number}"))
         assert other.route.decoder != replica
-    assert world.tell(told.Tick()) == []
+    assert world.tell(events.Tick()) == []
     world.finish("a")
     assert world.ended["a"] == "answered"
-    assert world.tell(told.OperatorOrdered(replica, "uncordon")) == []
+    assert world.tell(events.OperatorOrdered(replica, "uncordon")) == []
     (last,) = world.arrive(build.request("c"))
     assert last.route.decoder == replica, "the other one has four"
 
 
 def test_request_waits_while_all_replicas_are_cordoned() -> None:
-    world = build.world(_closed(ONE_ORDERS, 1))
+    world = build.world(_aggregated_plan(ONE_ORDERS, 1))
     (replica,) = world.members
-    world.tell(told.OperatorOrdered(replica, "cordon"))
+    world.tell(events.OperatorOrdered(replica, "cordon"))
     assert world.arrive(build.request("a")) == []
-    (run,) = world.tell(told.OperatorOrdered(replica, "uncordon"))
+    (run,) = world.tell(events.OperatorOrdered(replica, "uncordon"))
     assert isinstance(run, act.Run)
     assert run.route.decoder == replica
 
 
 def test_copy_with_a_cordoned_replica_gets_no_new_requests() -> None:
-    world = build.world(_closed(PAIR, 2))
+    world = build.world(_aggregated_plan(PAIR, 2))
     away = sorted(world.members)[0]
-    world.tell(told.OperatorOrdered(away, "cordon"))
+    world.tell(events.OperatorOrdered(away, "cordon"))
     for number in range(4):
         (run,) = world.arrive(build.request(f"b{number}"))
         assert away not in [segment.replica for segment in run.route.segments]
 
 
 def test_draining_one_replica_drains_its_whole_copy() -> None:
-    world = build.world(_closed(PAIR, 1))
+    world = build.world(_aggregated_plan(PAIR, 1))
     first, second = sorted(world.members)
-    message = world.tell(told.OperatorOrdered(first, "drain"))
+    message = world.tell(events.OperatorOrdered(first, "drain"))
     assert {item.replica for item in message if isinstance(item, act.DrainReplica)} == {first, second}
     for replica in (first, second):
         world.drain_out(replica)
@@ -344,16 +346,16 @@ def test_draining_one_replica_drains_its_whole_copy() -> None:
 
 
 def test_order_for_a_replica_that_is_not_ready_is_ignored() -> None:
-    world = build.world(_closed(ONE_ORDERS, 1), ready=False)
+    world = build.world(_aggregated_plan(ONE_ORDERS, 1), ready=False)
     (replica,) = world.members
-    assert world.tell(told.OperatorOrdered(replica, "drain")) == []
-    assert world.tell(told.OperatorOrdered("nobody", "decode")) == []
+    assert world.tell(events.OperatorOrdered(replica, "drain")) == []
+    assert world.tell(events.OperatorOrdered("nobody", "decode")) == []
 
 
 def test_manual_role_survives_scaling_and_plans_until_it_is_reset() -> None:
     world = build.world(FLOW)
     replica = next(name for name in world.members if name.startswith("p@"))
-    assert world.tell(told.OperatorOrdered(replica, "decode")) == [act.FlipReplica(replica, "decode")]
+    assert world.tell(events.OperatorOrdered(replica, "decode")) == [act.FlipReplica(replica, "decode")]
     autoscaler = world.brain.autoscaler
     autoscaler.watches = True
 
@@ -362,24 +364,24 @@ def test_manual_role_survives_scaling_and_plans_until_it_is_reset() -> None:
             return (FlipRole(replica, "prefill", "a shift"),)
 
     autoscaler._scaler = Flips()  # type: ignore[assignment]
-    assert not [item for item in world.tell(told.Tick()) if isinstance(item, act.FlipReplica)]
+    assert not [item for item in world.tell(events.Tick()) if isinstance(item, act.FlipReplica)]
     assert not [item for item in world.plan(FLOW) if isinstance(item, act.FlipReplica | act.StopReplica)]
     assert world.brain.fleet.views[replica].role == "decode"
-    assert world.tell(told.OperatorOrdered(replica, "prefill")) == [act.FlipReplica(replica, "prefill")]
+    assert world.tell(events.OperatorOrdered(replica, "prefill")) == [act.FlipReplica(replica, "prefill")]
     assert autoscaler.by_hand == {}
     world.brain.fleet.flip(replica, "decode")
-    assert act.FlipReplica(replica, "prefill") in world.tell(told.Tick()), "the rules decide again"
+    assert act.FlipReplica(replica, "prefill") in world.tell(events.Tick()), "the rules decide again"
 
 
 def test_replica_lost_before_an_operator_order_is_replaced() -> None:
     world = build.world(FLOW)
     lost = next(name for name in world.members if name.startswith("d@"))
     flipped = next(name for name in world.members if name.startswith("p@"))
-    world.tell(told.Tick())
-    actions = world.tell(told.ReplicaLost(lost, "died"))
-    actions += world.tell(told.OperatorOrdered(flipped, "decode"))
+    world.tell(events.Tick())
+    actions = world.tell(events.ReplicaLost(lost, "died"))
+    actions += world.tell(events.OperatorOrdered(flipped, "decode"))
     for _ in range(3):
-        actions += world.tell(told.Tick())
+        actions += world.tell(events.Tick())
     assert [action.member.template for action in actions if isinstance(action, act.StartReplica)] == ["d"]
 
 
@@ -393,10 +395,10 @@ COMBO = build.template("combo", ("prefill", "decode", "decode"), kind="combo", c
 COMBOS = build.plan(
     (COMBO,), {("combo", "near"): 2}, {("combo", "near", "closed"): (1.0,)}, longest=(200_000,)
 )
-IDLE = told.ReplicaStatus(0, 0, 0, 0, 100, 100, 0.0)
+IDLE = events.ReplicaStatus(0, 0, 0, 0, 100, 100, 0.0)
 
 
-def sent_trouble(world: build.World, prefix: str, count: int = 12) -> set[str]:
+def replicas_of_next_requests(world: build.World, prefix: str, count: int = 12) -> set[str]:
     """Who works on the next requests."""
     result: set[str] = set()
     for number in range(count):
@@ -417,17 +419,17 @@ def test_suspected_replica_gets_no_requests_until_it_reports_or_time_passes(
     doubted = run.route.decoder
     again = world.fail("a", "replica", doubted)[-1]
     assert isinstance(again, act.Run)
-    assert doubted not in sent_trouble(world, "b")
+    assert doubted not in replicas_of_next_requests(world, "b")
     world.now_s = 0.5 * QUARANTINE_S
-    world.tell(told.Tick())
-    world.tell(told.ReplicaReported(again.route.decoder, IDLE))
-    assert doubted not in sent_trouble(world, "c")
+    world.tell(events.Tick())
+    world.tell(events.ReplicaReported(again.route.decoder, IDLE))
+    assert doubted not in replicas_of_next_requests(world, "c")
     if heals == "report":
-        world.tell(told.ReplicaReported(doubted, IDLE))
+        world.tell(events.ReplicaReported(doubted, IDLE))
     else:
         world.now_s = QUARANTINE_S
-        world.tell(told.Tick())
-    assert doubted in sent_trouble(world, "d")
+        world.tell(events.Tick())
+    assert doubted in replicas_of_next_requests(world, "d")
 
 
 def test_silent_replica_gets_no_requests_while_it_is_reported_silent() -> None:
@@ -437,30 +439,30 @@ def test_silent_replica_gets_no_requests_while_it_is_reported_silent() -> None:
     for turn in range(5):
         start_s = world.now_s
         while world.now_s < start_s + 3 * QUARANTINE_S:
-            world.tell(told.ReplicaSilent(silent))
+            world.tell(events.ReplicaSilent(silent))
             world.now_s += QUARANTINE_S / 2
-            world.tell(told.Tick())
-            assert silent not in sent_trouble(world, f"{turn} {world.now_s} ", 3)
-        world.tell(told.ReplicaReported(silent, IDLE))
-        assert silent in sent_trouble(world, f"{turn} again ")
-    world.tell(told.ReplicaSilent(silent))
+            world.tell(events.Tick())
+            assert silent not in replicas_of_next_requests(world, f"{turn} {world.now_s} ", 3)
+        world.tell(events.ReplicaReported(silent, IDLE))
+        assert silent in replicas_of_next_requests(world, f"{turn} again ")
+    world.tell(events.ReplicaSilent(silent))
     world.now_s += QUARANTINE_S
-    world.tell(told.Tick())
-    assert silent in sent_trouble(world, "time ", 12), (
+    world.tell(events.Tick())
+    assert silent in replicas_of_next_requests(world, "time ", 12), (
         "some do not report; nobody says that it is silent any more"
     )
-    assert world.tell(told.ReplicaSilent("nobody")) == []
+    assert world.tell(events.ReplicaSilent("nobody")) == []
 
 
 def test_replica_behind_a_slow_link_gets_no_requests_for_the_reported_time() -> None:
     world = build.world(THREE)
     slow, start_s = "one@near#1/0", world.now_s
-    world.tell(told.ReplicaSilent(slow, 5 * QUARANTINE_S))
+    world.tell(events.ReplicaSilent(slow, 5 * QUARANTINE_S))
     while world.now_s < start_s + 5 * QUARANTINE_S:
-        assert slow not in sent_trouble(world, f"{world.now_s} ", 3)
+        assert slow not in replicas_of_next_requests(world, f"{world.now_s} ", 3)
         world.now_s += QUARANTINE_S / 2
-        world.tell(told.Tick())
-    assert slow in sent_trouble(world, "again ")
+        world.tell(events.Tick())
+    assert slow in replicas_of_next_requests(world, "again ")
 
 
 def test_timeout_does_not_quarantine_a_replica() -> None:
@@ -468,7 +470,7 @@ def test_timeout_does_not_quarantine_a_replica() -> None:
     (run,) = world.arrive(build.request("a"))
     assert isinstance(run, act.Run)
     world.fail("a", "timeout", run.route.decoder)
-    assert run.route.decoder in sent_trouble(world, "b")
+    assert run.route.decoder in replicas_of_next_requests(world, "b")
 
 
 def test_queued_requests_are_spread_over_replicas_as_they_become_ready() -> None:
@@ -480,13 +482,13 @@ def test_queued_requests_are_spread_over_replicas_as_they_become_ready() -> None
     assert [run.request for run in first] == [f"{number:02}" for number in range(batch)]
     assert len(world.make_ready("one@near#1/0")) == batch
     world.now_s = 1.0
-    rest = [run for run in world.tell(told.Tick()) if isinstance(run, act.Run)]
+    rest = [run for run in world.tell(events.Tick()) if isinstance(run, act.Run)]
     assert [run.request for run in rest] == [f"{number:02}" for number in range(2 * batch, 40)]
     loads = [world.brain.fleet.views[f"one@near#{copy}/0"].open_requests for copy in (0, 1)]
     assert sum(loads) == 40
     assert max(loads) <= 40 - 2 * batch
     world.now_s = 2.0
-    assert world.tell(told.Tick()) == []
+    assert world.tell(events.Tick()) == []
 
 
 @pytest.mark.parametrize(("slo", "attained"), [(Slo(1.0, 0.05), 1), (Slo(0.5, 0.05), 0), (None, 2)])
@@ -532,8 +534,8 @@ def test_repeatedly_failing_replica_is_retried_with_growing_delay(
     tried: list[float] = []
     for number in range(900):
         world.now_s = number / 10
-        world.tell(told.Tick())
-        world.tell(told.ReplicaReported(bad, IDLE))
+        world.tell(events.Tick())
+        world.tell(events.ReplicaReported(bad, IDLE))
         name = f"r{number}"
         world.arrive(build.request(name))
         while world.jobs[name].run.route.decoder == bad and not (heals and number >= 300):

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.recovery import MOST_ATTEMPTS
 from potluck.core.scaling.roles import FLIPPABLE
-from potluck.core.state import events as told
+from potluck.core.state import events
 from potluck.core.state.actions import ResyncCache, Run
 from potluck.core.state.policy import Policy
 
@@ -66,7 +66,7 @@ POLICIES = [
 ]
 
 
-class Everything(RuleBasedStateMachine):
+class BrainMachine(RuleBasedStateMachine):
     world: build.World
 
     @initialize(place=st.integers(0, len(POLICIES) - 1), first=st.sampled_from(["", *sorted(PLANS)]))
@@ -131,7 +131,7 @@ class Everything(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         name = self.any_of(data, self.world.requests)
         if name not in self.world.ended:
-            self.world.tell(told.RequestCancelled(name))
+            self.world.tell(events.RequestCancelled(name))
             assert name not in self.world.jobs, "work on it goes on"
             self.world.ended[name] = "cancelled"
 
@@ -164,23 +164,23 @@ class Everything(RuleBasedStateMachine):
         if what in ("drain", "cordon", "uncordon") or (
             view.role != "mixed" and view.member.kind in FLIPPABLE
         ):
-            self.world.tell(told.OperatorOrdered(replica, what))  # type: ignore[arg-type]
+            self.world.tell(events.OperatorOrdered(replica, what))  # type: ignore[arg-type]
 
     @rule(passed_s=st.sampled_from([0.1, 1.0, 4.0]))
     def tick(self, passed_s: float) -> None:
         self.world.now_s += passed_s
-        self.world.tell(told.Tick())
+        self.world.tell(events.Tick())
 
     @precondition(lambda self: self.world.members)
     @rule(data=st.data(), busy=st.booleans())
     def report(self, data: st.DataObject, busy: bool) -> None:
         figures = (3, 2, 5000, 9000, 10, 20_000, 0.02) if busy else (0, 0, 0, 0, 20_000, 20_000, 0.0)
-        status = told.ReplicaStatus(*figures)
-        self.world.tell(told.ReplicaReported(self.any_of(data, self.world.members), status))
+        status = events.ReplicaStatus(*figures)
+        self.world.tell(events.ReplicaReported(self.any_of(data, self.world.members), status))
 
     @rule(use=st.floats(0, 1), queued=st.sampled_from([0.0, 1e10]), gbps=st.sampled_from([0.0, 1.0, 10.0]))
     def link(self, use: float, queued: float, gbps: float) -> None:
-        self.world.tell(told.LinkReported("far", "near", use, queued, gbps))
+        self.world.tell(events.LinkReported("far", "near", use, queued, gbps))
 
     @precondition(lambda self: self.world.members)
     @rule(
@@ -199,12 +199,12 @@ class Everything(RuleBasedStateMachine):
         self.caches[replica] = held, sequence + 1
         if lost:
             return
-        event = told.CacheReported(replica, sequence + 1, () if gone else blocks, blocks if gone else ())
+        event = events.CacheReported(replica, sequence + 1, () if gone else blocks, blocks if gone else ())
         for action in self.world.tell(event):
             if isinstance(action, ResyncCache):
                 assert action.replica == replica
                 assert not self.world.tell(
-                    told.CacheReported(replica, sequence + 1, tuple(sorted(held)), whole=True)
+                    events.CacheReported(replica, sequence + 1, tuple(sorted(held)), whole=True)
                 )
 
     @rule(
@@ -214,26 +214,29 @@ class Everything(RuleBasedStateMachine):
         """Late, repeated and unknown: none of it does anything."""
         if name not in self.world.jobs and name not in self.world.requests:
             for event in (
-                told.SegmentDone(name, 0, 0),
-                told.FirstToken(name, 0),
-                told.RequestFinished(name, 0, 5),
-                told.RequestCancelled("nobody"),
+                events.SegmentDone(name, 0, 0),
+                events.FirstToken(name, 0),
+                events.RequestFinished(name, 0, 5),
+                events.RequestCancelled("nobody"),
             ):
                 assert self.world.tell(event) == []
         for attempt in (self.world.attempts.get(name, 0), -1):  # the next one and none
-            assert self.world.tell(told.AttemptFailed(name, attempt, "replica", "elsewhere", 1)) == []
-            assert self.world.tell(told.SegmentDone(name, attempt, 7)) == []
-            assert self.world.tell(told.FirstToken(name, attempt)) == []
-            assert self.world.tell(told.RequestFinished(name, attempt, 1)) == []
+            assert self.world.tell(events.AttemptFailed(name, attempt, "replica", "elsewhere", 1)) == []
+            assert self.world.tell(events.SegmentDone(name, attempt, 7)) == []
+            assert self.world.tell(events.FirstToken(name, attempt)) == []
+            assert self.world.tell(events.RequestFinished(name, attempt, 1)) == []
         for event in (
-            told.ReplicaLost("nowhere", ""),
-            told.ReplicaReady("nowhere"),
-            told.ReplicaDrained("nowhere"),
+            events.ReplicaLost("nowhere", ""),
+            events.ReplicaReady("nowhere"),
+            events.ReplicaDrained("nowhere"),
         ):
             assert self.world.tell(event) == []
         if name in self.world.requests:
-            assert self.world.tell(told.RequestArrived(self.world.requests[name])) == []
-        assert self.world.tell(told.ReplicaReported(replica, told.ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0))) == []
+            assert self.world.tell(events.RequestArrived(self.world.requests[name])) == []
+        assert (
+            self.world.tell(events.ReplicaReported(replica, events.ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0)))
+            == []
+        )
 
     @invariant()
     def counts_are_right(self) -> None:
@@ -260,17 +263,17 @@ class Everything(RuleBasedStateMachine):
         while world.jobs:
             world.finish(next(iter(world.jobs)))
         world.now_s += 100.0
-        world.tell(told.Tick())
+        world.tell(events.Tick())
         world.now_s += 100.0
-        world.tell(told.Tick())
+        world.tell(events.Tick())
         while world.jobs:
             world.finish(next(iter(world.jobs)))
         assert set(world.ended) == set(world.requests)
-        build.assert_at_rest(world.brain)
+        build.assert_idle(world.brain)
         again = Brain(FACTS, self.policy)
         for at_s, event, actions in world.log:
             assert tuple(again.on(at_s, event)) == actions, "the same events, the same actions"
 
 
-TestEverything = Everything.TestCase
+TestEverything = BrainMachine.TestCase
 TestEverything.settings = settings(max_examples=30, stateful_step_count=40, report_multiple_bugs=False)

@@ -29,33 +29,33 @@ def read_slo(text: str) -> Slo:
     return loads(Slo, text, format_name="slo", version=1)
 
 
-def places(data: object, here: Place = ()) -> Iterator[Place]:
+def paths_in(data: object, here: Place = ()) -> Iterator[Place]:
     """Every place in a JSON value, the whole first."""
     yield here
     if isinstance(data, dict):
         for key, item in data.items():
-            yield from places(item, (*here, key))
+            yield from paths_in(item, (*here, key))
     elif isinstance(data, list):
         for i, item in enumerate(data):
-            yield from places(item, (*here, i))
+            yield from paths_in(item, (*here, i))
 
 
-def at(data: Any, place: Place) -> Any:
+def value_at(data: Any, place: Place) -> Any:
     for step in place:
         data = data[step]
     return data
 
 
-def put(data: Any, place: Place, value: object) -> Any:
+def with_value_at(data: Any, place: Place, value: object) -> Any:
     """A copy of `data` with `value` at `place`."""
     if not place:
         return value
     changed = copy.deepcopy(data)
-    at(changed, place[:-1])[place[-1]] = value
+    value_at(changed, place[:-1])[place[-1]] = value
     return changed
 
 
-def spelled(place: Place) -> str:
+def spelled_path(place: Place) -> str:
     """The place as errors write it."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
     return text.removeprefix(".")
@@ -96,13 +96,13 @@ def test_unknown_key_is_refused_with_its_path_and_nearest_known_key(
     value: object, data: st.DataObject
 ) -> None:
     body = encode(value)
-    objects = [place for place in places(body) if isinstance(at(body, place), dict)]
+    objects = [place for place in paths_in(body) if isinstance(value_at(body, place), dict)]
     place = data.draw(st.sampled_from(objects))
-    right = data.draw(st.sampled_from(sorted(set(at(body, place)) - {"type"})))
+    right = data.draw(st.sampled_from(sorted(set(value_at(body, place)) - {"type"})))
     wrong = right + right[-1]
     with pytest.raises(FormatError) as caught:
-        decode(type(value), put(body, (*place, wrong), 1))
-    assert caught.value.field == spelled((*place, wrong))
+        decode(type(value), with_value_at(body, (*place, wrong), 1))
+    assert caught.value.field == spelled_path((*place, wrong))
     assert caught.value.problem == f"unknown key; did you mean {right!r}?"
 
 
@@ -110,20 +110,20 @@ def test_unknown_key_is_refused_with_its_path_and_nearest_known_key(
 @given(build.anything, st.data())
 def test_missing_key_is_refused_unless_it_has_a_default(value: object, data: st.DataObject) -> None:
     body = encode(value)
-    objects = [place for place in places(body) if isinstance(at(body, place), dict)]
+    objects = [place for place in paths_in(body) if isinstance(value_at(body, place), dict)]
     place = data.draw(st.sampled_from(objects))
-    kind = class_named(at(body, place)["type"])
+    kind = class_named(value_at(body, place)["type"])
     field = data.draw(st.sampled_from(fields(kind)))
     changed = copy.deepcopy(body)
-    del at(changed, place)[field.name]
+    del value_at(changed, place)[field.name]
     if field.default is MISSING:
         with pytest.raises(FormatError) as caught:
             decode(type(value), changed)
-        assert caught.value.field == spelled((*place, field.name))
+        assert caught.value.field == spelled_path((*place, field.name))
         assert caught.value.problem == "is missing"
     else:
         again = decode(type(value), changed)
-        assert at(encode(again), place)[field.name] == (
+        assert value_at(encode(again), place)[field.name] == (
             list(field.default) if isinstance(field.default, tuple) else field.default
         )
 
@@ -132,11 +132,11 @@ def test_missing_key_is_refused_unless_it_has_a_default(value: object, data: st.
 @given(build.anything, st.data())
 def test_wrong_type_is_refused_with_its_path(value: object, data: st.DataObject) -> None:
     body = encode(value)
-    place = data.draw(st.sampled_from([place for place in places(body) if place[-1:] != ("type",)]))
-    wrong: object = "text" if isinstance(at(body, place), list | dict) else [1]
+    place = data.draw(st.sampled_from([place for place in paths_in(body) if place[-1:] != ("type",)]))
+    wrong: object = "text" if isinstance(value_at(body, place), list | dict) else [1]
     with pytest.raises(FormatError) as caught:
-        decode(type(value), put(body, place, wrong))
-    assert caught.value.field == spelled(place)
+        decode(type(value), with_value_at(body, place, wrong))
+    assert caught.value.field == spelled_path(place)
     assert "\n" not in str(caught.value)
 
 
@@ -153,8 +153,8 @@ def test_any_json_value_is_decoded_or_refused_with_a_format_error(
     value: object, junk: object, data: st.DataObject
 ) -> None:
     body = encode(value)
-    place = data.draw(st.sampled_from(list(places(body))))
-    text = refusal(type(value), put(body, place, junk))
+    place = data.draw(st.sampled_from(list(paths_in(body))))
+    text = refusal(type(value), with_value_at(body, place, junk))
     assert text is None or len(text.splitlines()) == 1
 
 

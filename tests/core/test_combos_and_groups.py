@@ -19,7 +19,7 @@ from potluck.core.routing.group_sharing import GroupRates, KvPair, MeanLengths, 
 from potluck.core.routing.opportunistic import step_seconds, whole_request_replica
 from potluck.core.routing.split import partial_tokens, printed_tokens
 from potluck.core.scaling.role_shift import ALIKE, ROLES, _Choices, _tabu, best_roles
-from potluck.core.state import events as told
+from potluck.core.state import events
 from potluck.core.state.actions import Run
 from potluck.core.state.facts import FleetFacts, GroupFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.fleet import ReplicaState
@@ -39,7 +39,7 @@ CRONUS = Policy(split_overflow=False, low_decodes=False)  # To the letter of the
 LOW, HIGH = "pair@near#0/0", "pair@near#0/1"
 
 
-def sent(world: build.World, name: str, prompt: int = 1000) -> Run | None:
+def dispatch_request(world: build.World, name: str, prompt: int = 1000) -> Run | None:
     """The route of a new request; None when it waits."""
     actions = world.arrive(build.request(name, prompt))
     if not actions:
@@ -51,7 +51,7 @@ def sent(world: build.World, name: str, prompt: int = 1000) -> Run | None:
 
 def test_idle_decode_replicas_take_what_the_prefill_replica_cannot_as_in_figure_5b() -> None:
     world = build.world(COMBOS)
-    routes = [sent(world, name) for name in "abcd"]
+    routes = [dispatch_request(world, name) for name in "abcd"]
     assert [run.route if run else None for run in routes] == [
         handed_over(P, D0, 1000),  # nothing to do anywhere: by the rule
         aggregated(D1),  # the prefill replica is busy, this one is not (D0 has a's decode to come)
@@ -63,18 +63,18 @@ def test_idle_decode_replicas_take_what_the_prefill_replica_cannot_as_in_figure_
 def test_idle_prefill_replica_serves_whole_requests_when_decode_replicas_are_busier() -> None:
     world = build.world(COMBOS)
     for number in range(6):
-        sent(world, str(number))
+        dispatch_request(world, str(number))
     while any(job.done < len(job.run.route.segments) - 1 or not job.first for job in world.jobs.values()):
         for name, job in world.jobs.items():
             if job.done < len(job.run.route.segments) - 1 or not job.first:
                 world.advance(name)
                 break
-    run = sent(world, "late")
+    run = dispatch_request(world, "late")
     assert run is not None
     assert run.route == aggregated(P)  # all prompts are computed, both others decode three
 
 
-def view(name: str, role: str, requests: int = 0, prompt: int = 0) -> ReplicaState:
+def replica_state(name: str, role: str, requests: int = 0, prompt: int = 0) -> ReplicaState:
     replica_spec = ReplicaSpec(name, "u", "t", 0, "combo", "m", role, "here")  # type: ignore[arg-type]
     return ReplicaState(replica_spec, "ready", role, open_requests=requests, open_prefill_tokens=prompt)  # type: ignore[arg-type]
 
@@ -83,8 +83,12 @@ def test_in_place_run_goes_to_the_replica_with_the_lowest_step_time() -> None:
     def step(each: ReplicaState) -> float:
         return each.open_requests + 1.0
 
-    idle_p, busy_p = view("p", "prefill"), view("p", "prefill", 1, 500)
-    idle_d, busy_d, full_d = view("d", "decode"), view("d", "decode", 1), view("d", "decode", 5)
+    idle_p, busy_p = replica_state("p", "prefill"), replica_state("p", "prefill", 1, 500)
+    idle_d, busy_d, full_d = (
+        replica_state("d", "decode"),
+        replica_state("d", "decode", 1),
+        replica_state("d", "decode", 5),
+    )
     assert whole_request_replica([idle_p], [idle_d], step, 0.0) is None
     assert whole_request_replica([busy_p], [busy_d, idle_d], step, 0.0) is idle_d
     assert whole_request_replica([idle_p], [busy_d], step, 0.0) is idle_p
@@ -92,12 +96,12 @@ def test_in_place_run_goes_to_the_replica_with_the_lowest_step_time() -> None:
         whole_request_replica([idle_p], [busy_d], step, 0.5) is None
     )  # prefills would slow it down as much as it is faster
     assert whole_request_replica([busy_p], [full_d], step, 0.0) is None
-    decoding_p = view("p", "prefill", 4)
+    decoding_p = replica_state("p", "prefill", 4)
     assert whole_request_replica([decoding_p], [full_d], step, 0.1) is decoding_p
     assert whole_request_replica([decoding_p], [full_d], step, 0.2) is None
-    assert whole_request_replica([view("p", "prefill", 5)], [full_d], step, 0.0) is None
-    reporting = view("d", "decode")
-    reporting.status = told.ReplicaStatus(0, 2, 0, 100, 5, 10, 0.02)
+    assert whole_request_replica([replica_state("p", "prefill", 5)], [full_d], step, 0.0) is None
+    reporting = replica_state("d", "decode")
+    reporting.status = events.ReplicaStatus(0, 2, 0, 100, 5, 10, 0.02)
     assert whole_request_replica([busy_p], [reporting], step, 0.0) is None  # others' work, by its own word
 
 
@@ -111,7 +115,7 @@ def test_step_time_is_linear_between_its_two_known_batch_sizes() -> None:
 
 
 def test_busy_share_converges_to_the_share_of_arrivals_that_find_work() -> None:
-    busy, idle, at_work = 0.0, view("p", "prefill"), view("p", "prefill", 1, 500)
+    busy, idle, at_work = 0.0, replica_state("p", "prefill"), replica_state("p", "prefill", 1, 500)
     for number in range(1000):
         busy = busier(busy, [at_work if number % 4 == 0 else idle])
     assert busy == pytest.approx(0.25, abs=0.02)
@@ -120,7 +124,7 @@ def test_busy_share_converges_to_the_share_of_arrivals_that_find_work() -> None:
 
 def test_combo_without_opportunistic_runs_uses_only_prefill_to_decode_routes() -> None:
     world = build.world(COMBOS, Policy(opportunistic=False))
-    runs = [sent(world, str(number)) for number in range(20)]
+    runs = [dispatch_request(world, str(number)) for number in range(20)]
     expected = {handed_over(P, D0, 1000): 10, handed_over(P, D1, 1000): 10}
     assert Counter(run.route for run in runs if run) == expected
 
@@ -128,14 +132,14 @@ def test_combo_without_opportunistic_runs_uses_only_prefill_to_decode_routes() -
 def test_combo_without_its_prefill_replica_serves_on_its_decode_replicas() -> None:
     world = build.world(COMBOS)
     world.lose(P)
-    run = sent(world, "a")
+    run = dispatch_request(world, "a")
     assert run is not None
     assert run.route in (aggregated(D0), aggregated(D1))
 
 
 def test_pair_admits_two_prompts_on_its_low_end_replica() -> None:
     world = build.world(PAIRS, CRONUS)
-    first, second, third, fourth = (sent(world, name) for name in "abcd")
+    first, second, third, fourth = (dispatch_request(world, name) for name in "abcd")
     assert first is not None
     assert second is not None
     assert third is fourth is None
@@ -143,37 +147,37 @@ def test_pair_admits_two_prompts_on_its_low_end_replica() -> None:
     (after,) = world.advance("a")  # its part is done: the next may come
     assert isinstance(after, Run)
     assert after.request == "c"
-    world.tell(told.RequestCancelled("d"))
+    world.tell(events.RequestCancelled("d"))
     world.requests.pop("d")
     for name in "abc":
         world.finish(name)
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_split_point_follows_the_status_report_of_the_high_end_replica() -> None:
     world = build.world(PAIRS)
-    world.tell(told.ReplicaReported(HIGH, told.ReplicaStatus(0, 40, 0, 60_000, 10_000, 20_000, 0.04)))
-    run = sent(world, "a", 4000)
+    world.tell(events.ReplicaReported(HIGH, events.ReplicaStatus(0, 40, 0, 60_000, 10_000, 20_000, 0.04)))
+    run = dispatch_request(world, "a", 4000)
     assert run is not None
     expected = partial_tokens(4000, build.SPLIT, (40, 60_000.0, 10_000))
     assert run.route == handed_over(LOW, HIGH, expected)
     assert 1 < expected < 4000
-    world.tell(told.ReplicaReported(HIGH, told.ReplicaStatus(0, 40, 0, 60_000, 100, 20_000, 0.04)))
-    whole = sent(world, "b", 4000)
+    world.tell(events.ReplicaReported(HIGH, events.ReplicaStatus(0, 40, 0, 60_000, 100, 20_000, 0.04)))
+    whole = dispatch_request(world, "b", 4000)
     assert whole is not None
     assert whole.route == handed_over(LOW, HIGH, 4000)  # 100 blocks do not hold it
 
 
 def test_pair_without_splitting_prefills_whole_prompts_on_the_low_end() -> None:
     world = build.world(PAIRS, Policy(split=False, low_decodes=False))
-    runs = [sent(world, name) for name in "abcd"]
+    runs = [dispatch_request(world, name) for name in "abcd"]
     assert [run.route if run else None for run in runs] == [handed_over(LOW, HIGH, 1000)] * 4
 
 
-def decoding(world: build.World, count: int) -> Counter[str]:
+def decode_replicas(world: build.World, count: int) -> Counter[str]:
     """Let so many requests come as far as decoding; where they do."""
     for number in range(count):
-        sent(world, f"x{number}")
+        dispatch_request(world, f"x{number}")
         for name, job in list(world.jobs.items()):
             while not job.first:
                 world.advance(name)
@@ -182,32 +186,34 @@ def decoding(world: build.World, count: int) -> Counter[str]:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_decodes_stay_on_the_low_end_when_the_high_end_exceeds_its_batch(keep: bool) -> None:
-    counts = decoding(build.world(PAIRS, Policy(low_decodes=keep)), 24)  # both are planned for batches of 8
+    counts = decode_replicas(
+        build.world(PAIRS, Policy(low_decodes=keep)), 24
+    )  # both are planned for batches of 8
     assert counts == ({HIGH: 12, LOW: 12} if keep else {HIGH: 24})
-    assert decoding(build.world(PAIRS), 8) == {HIGH: 8}
+    assert decode_replicas(build.world(PAIRS), 8) == {HIGH: 8}
 
 
 def test_prompt_without_a_low_end_slot_runs_whole_on_the_high_end() -> None:
     world = build.world(PAIRS)
     for name in "ab":
-        sent(world, name)
-    whole = sent(world, "c")
+        dispatch_request(world, name)
+    whole = dispatch_request(world, "c")
     assert whole is not None
     assert whole.route == aggregated(HIGH)
-    world.tell(told.ReplicaReported(HIGH, told.ReplicaStatus(0, 40, 0, 60_000, 10, 20_000, 0.04)))
-    assert sent(world, "d") is None  # it has no blocks for it
+    world.tell(events.ReplicaReported(HIGH, events.ReplicaStatus(0, 40, 0, 60_000, 10, 20_000, 0.04)))
+    assert dispatch_request(world, "d") is None  # it has no blocks for it
 
 
 def test_no_whole_prompt_runs_on_a_high_end_over_its_batch() -> None:
     world = build.world(PAIRS, Policy(low_decodes=False))
-    decoding(world, 8)  # what it is planned for
+    decode_replicas(world, 8)  # what it is planned for
     assert (
-        sum(sent(world, name) is not None for name in "abcd") == 2
+        sum(dispatch_request(world, name) is not None for name in "abcd") == 2
     )  # as many as have a place on the low end
     world.finish("x0")
     for name in ("x1", "x2", "x3"):
         world.finish(name)
-    last = sent(world, "e")
+    last = dispatch_request(world, "e")
     assert last is not None
     assert last.route == aggregated(HIGH)
 
@@ -215,44 +221,44 @@ def test_no_whole_prompt_runs_on_a_high_end_over_its_batch() -> None:
 def test_requests_waiting_for_a_pair_run_on_the_high_end_when_the_low_end_is_lost() -> None:
     world = build.world(PAIRS, CRONUS)
     for name in "abcd":
-        sent(world, name)
+        dispatch_request(world, name)
     world.lose(LOW)
     assert set(world.jobs) == set("abcd")
     assert {job.run.route.decoder for job in world.jobs.values()} == {HIGH}
     for name in "abcd":
         world.finish(name)
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_repeated_segment_done_event_is_ignored() -> None:
     world = build.world(PAIRS, CRONUS)
     for name in "abcd":
-        sent(world, name)
+        dispatch_request(world, name)
     assert len(world.advance("a")) == 1
-    assert world.tell(told.SegmentDone("a", 0, 0)) == []
+    assert world.tell(events.SegmentDone("a", 0, 0)) == []
 
 
 def test_low_end_slot_is_free_once_its_prefill_is_computed() -> None:
     """CRONUS's bound is on prompts in the low-end instance; KV on its way holds nobody up."""
     world = build.world(PAIRS, CRONUS)
     for name in "abcd":
-        sent(world, name)
+        dispatch_request(world, name)
     assert set(world.jobs) == {"a", "b"}
-    assert len(world.tell(told.SegmentComputed("a", 0, 0))) == 1  # c
-    assert world.tell(told.SegmentComputed("a", 0, 0)) == []
-    assert world.tell(told.SegmentComputed("a", 1, 0)) == []  # of another attempt
+    assert len(world.tell(events.SegmentComputed("a", 0, 0))) == 1  # c
+    assert world.tell(events.SegmentComputed("a", 0, 0)) == []
+    assert world.tell(events.SegmentComputed("a", 1, 0)) == []  # of another attempt
     assert world.advance("a") == []  # handed over: its place was given away already
     assert len(world.advance("b")) == 1  # d, though nobody said that b was computed
     for name in "abcd":
         world.finish(name)
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_printed_split_rule_is_used_when_the_policy_selects_it() -> None:
     parts = []
     for rule in ("series", "printed"):
         world = build.world(PAIRS, replace(CRONUS, split_rule=rule))
-        run = sent(world, "a")
+        run = dispatch_request(world, "a")
         assert run is not None
         parts.append(run.route.segments[0].stop)
     assert parts[0] != parts[1]
@@ -334,16 +340,16 @@ def facts_of(
 def world_of(facts: FleetFacts, policy: Policy | None = None, made: Template | None = None) -> World:
     made = made or group()
     world = World(Brain(facts, policy or Policy(admission=False)))
-    world.tell(told.PlanReceived(plan([made], {("g", "near"): 1}, {("g", "near", "closed"): (5.0, 1.0)})))
+    world.tell(events.PlanReceived(plan([made], {("g", "near"): 1}, {("g", "near", "closed"): (5.0, 1.0)})))
     world.all_ready()
     return world
 
 
-def ends(world: World, count: int, start: int = 0, prompt: int = 1000) -> Counter[tuple[int, int]]:
+def route_ends(world: World, count: int, start: int = 0, prompt: int = 1000) -> Counter[tuple[int, int]]:
     """Where requests went: (who prefills, who decodes), by the places of the replicas."""
     seen: Counter[tuple[int, int]] = Counter()
     for number in range(start, start + count):
-        world.tell(told.RequestArrived(request(f"r{number}", prompt, at_s=world.now_s)))
+        world.tell(events.RequestArrived(request(f"r{number}", prompt, at_s=world.now_s)))
         route = world.jobs[f"r{number}"].run.route
         first, last = (int(s.replica.rpartition("/")[2]) for s in (route.segments[0], route.segments[-1]))
         assert len(route.segments) == (1 if first == last else 2)
@@ -355,7 +361,7 @@ def ends(world: World, count: int, start: int = 0, prompt: int = 1000) -> Counte
 def test_group_requests_follow_the_planned_flows(balance: str) -> None:
     world = world_of(facts_of(5), Policy(admission=False, balance=balance))  # type: ignore[arg-type]
     for start in (0, 40, 80):
-        seen = ends(world, 40, start)
+        seen = route_ends(world, 40, start)
         for i, j, share in FLOWS:
             assert abs(seen[i, j] - 40 * share) <= 2
         assert set(seen) == {(i, j) for i, j, _ in FLOWS}
@@ -365,7 +371,7 @@ def test_group_flows_are_rebalanced_when_a_replica_is_lost() -> None:
     """Decoder 3 goes: its two prefillers hand to decoder 2, which was nobody's of replica 1."""
     world = world_of(facts_of(5))
     world.lose("g@near#0/3")
-    seen = ends(world, 60)
+    seen = route_ends(world, 60)
     assert set(seen) <= {(0, 2), (1, 2), (4, 4)}
     # Prompts count as long as their bucket's longest, 2000 tokens: the mixed one prefills 2 and decodes 4 a second.
     alone = 1 / (1 / 2.0 + 1 / 4.0)
@@ -376,7 +382,7 @@ def test_rebalanced_group_flows_respect_link_bandwidth() -> None:
     facts = facts_of(5, {(0, 2): 1.0})
     world = world_of(facts)
     world.lose("g@near#0/3")
-    seen = ends(world, 40)
+    seen = route_ends(world, 40)
     assert seen[0, 2] <= 1
     assert seen[1, 2] > 10
 
@@ -384,7 +390,7 @@ def test_rebalanced_group_flows_respect_link_bandwidth() -> None:
 def test_group_without_machine_facts_keeps_its_remaining_flows() -> None:
     world = world_of(replace(facts_of(5), groups={}))
     world.lose("g@near#0/0")
-    assert set(ends(world, 30)) == {(1, 3), (4, 4)}
+    assert set(route_ends(world, 30)) == {(1, 3), (4, 4)}
 
 
 def test_template_flows_survive_the_plan_file_and_are_validated() -> None:
@@ -462,13 +468,13 @@ def test_lost_group_replica_flips_roles_of_others_at_the_next_tick() -> None:
     world = world_of(facts, Policy(admission=False, scaling="flips", window_s=10.0), made)
     for number in range(60):
         world.now_s += 0.5
-        ends(world, 1, number)
+        route_ends(world, 1, number)
         world.finish(f"r{number}")
         if number % 2:
-            world.tell(told.Tick())
+            world.tell(events.Tick())
     world.lose("g@near#0/0")
     world.now_s += 1.0
-    world.tell(told.Tick())
+    world.tell(events.Tick())
     views = world.brain.fleet.views
     assert {views[f"g@near#0/{i}"].role for i in (1, 2)} == {"mixed"}
-    assert set(ends(world, 10, 100)) == {(1, 1), (2, 2)}
+    assert set(route_ends(world, 10, 100)) == {(1, 1), (2, 2)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from brain_builders import World, assert_at_rest, facts, plan, request, template, world
+from brain_builders import World, assert_idle, facts, plan, request, template, world
 
 from potluck.core.routing.capacity import AHEAD
 from potluck.core.state.actions import Action, Refuse, Run
@@ -17,7 +17,7 @@ SLO = Slo(2.0, 0.06)
 PROMPT_S = 1e-4  # Seconds of a prompt token, as `brain_builders.facts` says.
 
 
-def made(count: int, policy: Policy | None = None, slo: Slo | None = SLO) -> World:
+def deadline_world(count: int, policy: Policy | None = None, slo: Slo | None = SLO) -> World:
     one = template("one", closed=(5.0, 5.0))
     fleet = plan([one], {("one", "near"): count}, {("one", "near", "closed"): (5.0, 5.0)})
     known = facts(fleet.templates, batch=64)
@@ -26,9 +26,9 @@ def made(count: int, policy: Policy | None = None, slo: Slo | None = SLO) -> Wor
     return world(fleet, policy or Policy(), replace(known, models=models, replicas=replicas))
 
 
-def after_a_long_one(count: int) -> World:
+def world_after_long_prompt(count: int) -> World:
     """Prompts are known to be long, and nobody is left."""
-    there = made(count)
+    there = deadline_world(count)
     there.arrive(request("before", prompt=5000))
     there.now_s = 0.5
     there.advance("before")
@@ -38,7 +38,7 @@ def after_a_long_one(count: int) -> World:
     return there
 
 
-def where(actions: list[Action]) -> list[str]:
+def first_replicas(actions: list[Action]) -> list[str]:
     return [action.route.segments[0].replica for action in actions if isinstance(action, Run)]
 
 
@@ -46,27 +46,27 @@ def refused(actions: list[Action]) -> list[str]:
     return [action.request for action in actions if isinstance(action, Refuse)]
 
 
-def ahead_s(there: World) -> list[float]:
+def queued_prefill_s(there: World) -> list[float]:
     return [view.open_prefill_tokens * PROMPT_S for view in there.brain.fleet.views.values()]
 
 
 def test_request_still_within_its_objective_is_dispatched_beyond_the_queue_limit() -> None:
     """A replica with 0.52 s of prompts is full, but 0.4 s more are in time when a second is left of the objective."""
-    there = after_a_long_one(1)
+    there = world_after_long_prompt(1)
     there.arrive(request("first", prompt=5200))
     there.arrive(request("second", prompt=4000))
     assert set(there.jobs) == {"first"}
-    assert ahead_s(there)[0] > AHEAD * SLO.ttft_s
+    assert queued_prefill_s(there)[0] > AHEAD * SLO.ttft_s
     there.now_s = 1.0
-    assert where(there.tell(Tick())) == ["one@near#0/0"]
+    assert first_replicas(there.tell(Tick())) == ["one@near#0/0"]
     assert set(there.jobs) == {"first", "second"}
     while there.jobs:
         there.finish(next(iter(there.jobs)))
-    assert_at_rest(there.brain)
+    assert_idle(there.brain)
 
 
 def test_request_that_would_miss_its_objective_everywhere_is_refused() -> None:
-    there = after_a_long_one(1)
+    there = world_after_long_prompt(1)
     there.arrive(request("first", prompt=12_000))
     there.arrive(request("second", prompt=9000))
     there.now_s = 1.0
@@ -75,7 +75,7 @@ def test_request_that_would_miss_its_objective_everywhere_is_refused() -> None:
 
 
 def test_late_request_goes_to_the_replica_that_prefills_it_first_counting_its_cache() -> None:
-    there = after_a_long_one(2)
+    there = world_after_long_prompt(2)
     for name, prompt in (("a", 9000), ("b", 11_000)):
         there.arrive(request(name, prompt=prompt))
     blocks = tuple(range(500))
@@ -89,20 +89,20 @@ def test_late_request_goes_to_the_replica_that_prefills_it_first_counting_its_ca
     first = there.jobs["a"].run.route.segments[0].replica
     assert holder != first
     there.brain.fleet.prefilled(there.brain.fleet.views[holder], 3000)
-    assert where(there.tell(Tick())) == [holder]
+    assert first_replicas(there.tell(Tick())) == [holder]
 
 
 def test_short_prompts_do_not_exceed_the_queue_limit_of_replicas() -> None:
-    there = made(2)
+    there = deadline_world(2)
     for number in range(200):
         there.arrive(request(str(number)))
     there.now_s = 1.0
     assert refused(there.tell(Tick()))
-    assert all(item <= AHEAD * SLO.ttft_s + 1000 * PROMPT_S for item in ahead_s(there))
+    assert all(item <= AHEAD * SLO.ttft_s + 1000 * PROMPT_S for item in queued_prefill_s(there))
 
 
 def test_late_dispatch_goes_to_the_tenant_whose_turn_it_is() -> None:
-    there = after_a_long_one(1)
+    there = world_after_long_prompt(1)
     there.arrive(request("first", prompt=6000))
     there.arrive(request("second", prompt=6000)._replace(tenant="other"))
     there.now_s = 1.0
@@ -110,34 +110,34 @@ def test_late_dispatch_goes_to_the_tenant_whose_turn_it_is() -> None:
 
 
 def test_prompts_that_miss_their_objective_share_one_replica() -> None:
-    there = made(3)
-    (first,) = where(there.arrive(request("first", prompt=25_000)))
-    (second,) = where(there.arrive(request("second", prompt=25_000)))
+    there = deadline_world(3)
+    (first,) = first_replicas(there.arrive(request("first", prompt=25_000)))
+    (second,) = first_replicas(there.arrive(request("second", prompt=25_000)))
     assert second == first
-    (short,) = where(there.arrive(request("short", prompt=1000)))
+    (short,) = first_replicas(there.arrive(request("short", prompt=1000)))
     assert short != first
     # Two of them are more than twice the objective.
-    (third,) = where(there.arrive(request("third", prompt=25_000)))
+    (third,) = first_replicas(there.arrive(request("third", prompt=25_000)))
     assert third != first
 
 
 def test_late_prompt_goes_to_the_idle_prefill_replica_with_the_fewest_answers() -> None:
-    there = made(2)
+    there = deadline_world(2)
     there.arrive(request("a", prompt=20, output=2000))
-    (first,) = where(there.arrive(request("b", prompt=3000, output=10)))
+    (first,) = first_replicas(there.arrive(request("b", prompt=3000, output=10)))
     (other,) = set(there.brain.fleet.views) - {first}
     there.arrive(request("c", prompt=20, output=10))
     for name in list(there.jobs):
         there.advance(name)
     counts = {name: view.open_requests for name, view in there.brain.fleet.views.items()}
     assert sorted(counts.values()) == [1, 2]
-    (late,) = where(there.arrive(request("late", prompt=25_000)))
+    (late,) = first_replicas(there.arrive(request("late", prompt=25_000)))
     assert counts[late] == 1, (counts, first, other)
 
 
 def test_no_prompt_is_late_without_an_objective() -> None:
-    there = made(2, slo=None)
-    places = [where(there.arrive(request(str(number), prompt=25_000)))[0] for number in range(2)]
+    there = deadline_world(2, slo=None)
+    places = [first_replicas(there.arrive(request(str(number), prompt=25_000)))[0] for number in range(2)]
     assert len(set(places)) == 2
 
 
@@ -145,7 +145,7 @@ def test_cached_prefix_is_preferred_only_if_the_objective_allows_its_queue() -> 
     """With an objective, a prompt is computed where fewer wait for it, though a little of it is cached elsewhere."""
     chosen = []
     for slo in (SLO, None):
-        there = made(2, slo=slo)
+        there = deadline_world(2, slo=slo)
         for number in range(24):
             there.arrive(request(str(number), prompt=16, output=100))
         for name in list(there.jobs):
@@ -163,7 +163,7 @@ def test_cached_prefix_is_preferred_only_if_the_objective_allows_its_queue() -> 
     assert chosen == [False, True]
 
 
-def apart(**known: float) -> World:
+def disaggregated_world(**known: float) -> World:
     """Prefill and decode on replicas of their own."""
     first = template("p", ("prefill",), prefill=(5.0, 5.0))
     second = template("d", ("decode",), decode=(5.0, 5.0))
@@ -181,8 +181,8 @@ def apart(**known: float) -> World:
 
 def test_request_over_a_flow_that_meets_its_objective_exceeds_the_queue_limit() -> None:
     """0.95 s of prompts are ahead, more than the 0.9 that leave room; 0.5 s more is in time, 1.1 s is not."""
-    there = apart(prefill_fixed_s=0.3)
-    assert where(there.arrive(request("first", prompt=9500, output=10))) == ["p@near#1/0"]
+    there = disaggregated_world(prefill_fixed_s=0.3)
+    assert first_replicas(there.arrive(request("first", prompt=9500, output=10))) == ["p@near#1/0"]
     assert there.arrive(request("late", prompt=11_000, output=10)) == []
     (run,) = there.arrive(request("second", prompt=5000, output=10))
     assert isinstance(run, Run)
@@ -190,7 +190,7 @@ def test_request_over_a_flow_that_meets_its_objective_exceeds_the_queue_limit() 
 
 
 def test_late_prompt_yields_and_is_not_counted_in_the_wait_of_others() -> None:
-    there = apart(alone_s_per_token=2 * PROMPT_S)
+    there = disaggregated_world(alone_s_per_token=2 * PROMPT_S)
     (late,) = there.arrive(request("late", prompt=12_000))  # alone 2.4 s, of a pipeline's pace 1.2 s
     (short,) = there.arrive(request("short", prompt=3000))
     (long,) = there.arrive(request("long", prompt=9900))
@@ -206,14 +206,14 @@ def test_late_prompt_yields_and_is_not_counted_in_the_wait_of_others() -> None:
     there.ended["again"] = "cancelled"
     while there.jobs:
         there.finish(next(iter(there.jobs)))
-    assert_at_rest(there.brain)
+    assert_idle(there.brain)
 
 
 def test_lone_prompts_in_a_pipeline_do_not_make_later_prompts_late() -> None:
     """A lone prompt of 9,000 tokens takes 1.8 s, twice what a full pipeline takes for one: that is no pace of lone
     prompts besides. With 2.5 times as long for each token of a full one it is late."""
     for pace, yields in ((2.0, False), (2.5, True)):
-        there = apart(alone_s_per_token=2 * PROMPT_S)
+        there = disaggregated_world(alone_s_per_token=2 * PROMPT_S)
         there.brain.fleet.views["p@near#1/0"].pace = pace
         (run,) = there.arrive(request("one", prompt=9000))
         assert isinstance(run, Run)
@@ -222,7 +222,7 @@ def test_lone_prompts_in_a_pipeline_do_not_make_later_prompts_late() -> None:
 
 def test_decode_replica_prefills_only_if_its_answers_keep_their_tpot() -> None:
     """Answers of 100 tokens at 12 ms, of which 54 are allowed: 4.2 s of a prompt make 42 more, 4.3 s too many."""
-    there = apart(max_tokens=200_000)
+    there = disaggregated_world(max_tokens=200_000)
     view = there.brain.fleet.views["d@near#0/0"]
     new = RequestState(request("new", prompt=1000, output=100))
     assert there.brain.admission.room.bears(view, new, 100_000)  # nobody is there
@@ -234,7 +234,7 @@ def test_decode_replica_prefills_only_if_its_answers_keep_their_tpot() -> None:
 
 def test_prefills_on_a_decode_replica_accumulate_over_the_time_of_an_answer() -> None:
     """As above, 4.2 s of prompts are borne in the time of an answer, which is 100 tokens of 60 ms."""
-    there = apart(max_tokens=200_000)
+    there = disaggregated_world(max_tokens=200_000)
     view, room = there.brain.fleet.views["d@near#0/0"], there.brain.admission.room
     for number in range(10):
         there.arrive(request(str(number), prompt=160, output=100))

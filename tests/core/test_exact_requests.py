@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import brain_builders as build
 import pytest
-from brain_chaos_driver import Broken, Chaos
+from brain_chaos_driver import Chaos, InvariantBroken
 
 from potluck.core.state.actions import Run
 from potluck.core.state.events import Event, PlanReceived, RequestArrived
@@ -58,9 +58,9 @@ class LossyChaos(Chaos):
             codec = "fp16" if job.request.exact else planned
             size_bytes = build.facts((P,)).models["m"].wire_bytes(req.prompt_tokens, codec)
             if links.codec(req, source, target) != codec:
-                raise Broken(f"{run} crosses in {links.codec(req, source, target)}, not in {codec}")
+                raise InvariantBroken(f"{run} crosses in {links.codec(req, source, target)}, not in {codec}")
             if links._open[req.link][req] != pytest.approx(size_bytes):
-                raise Broken(f"{run} is counted as if it crossed in another codec than {codec}")
+                raise InvariantBroken(f"{run} is counted as if it crossed in another codec than {codec}")
             self.crossings += job.request.exact
         super()._run(run)
 
@@ -76,7 +76,7 @@ def test_exact_requests_never_use_a_lossy_transfer_and_some_are_transferred() ->
     assert result > 0
 
 
-def hops(world: build.World, exact: bool, count: int, prompt: int) -> list[int]:
+def segment_counts(world: build.World, exact: bool, count: int, prompt: int) -> list[int]:
     result = []
     for _ in range(count):
         request = build.request(f"r{len(world.requests)}", prompt)._replace(exact=exact)
@@ -89,8 +89,8 @@ def hops(world: build.World, exact: bool, count: int, prompt: int) -> list[int]:
 def test_exact_request_crosses_a_link_only_while_that_is_faster_than_local_prefill() -> None:
     """Facts: 10 Gb/s, 100 kB a token: 4,000 tokens take 0.32 s whole, 0.09 s in four bits, and 0.4 s to compute."""
     plan = in_codec(ACROSS, "int4")
-    lossy = hops(build.world(plan), False, 6, 4000)
-    exact = hops(build.world(plan), True, 6, 4000)
+    lossy = segment_counts(build.world(plan), False, 6, 4000)
+    exact = segment_counts(build.world(plan), True, 6, 4000)
     assert set(lossy) == {2}, "the link carries all of it in four bits"
     assert exact[0] == 2
     assert 1 in exact

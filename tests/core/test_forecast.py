@@ -22,14 +22,14 @@ PLAN = build.plan_of((build.template("t", closed=2.0),), {("t", "here"): 2})
 FLEET = build.fleet_of(PLAN)
 
 
-def days(count: int, noise: float = 0.03, seed: int = 1) -> list[float]:
+def daily_rates(count: int, noise: float = 0.03, seed: int = 1) -> list[float]:
     """A rate with a day's wave and some noise."""
     rng = random.Random(seed)
     swing = [5.0 * (1 + 0.6 * math.sin(2 * math.pi * i / DAY)) for i in range(count * DAY)]
     return [rate * math.exp(rng.gauss(0, noise)) for rate in swing]
 
 
-def walk(count: int, seed: int = 1, step: float = 0.1) -> list[float]:
+def random_walk_rates(count: int, seed: int = 1, step: float = 0.1) -> list[float]:
     """A rate that nothing can be known of but that it stays about where it is."""
     rng, log = random.Random(seed), 0.0
     result = []
@@ -39,7 +39,7 @@ def walk(count: int, seed: int = 1, step: float = 0.1) -> list[float]:
     return result
 
 
-def errors(rates: list[float], learn: int, ahead: int) -> tuple[float, float]:
+def forecast_errors(rates: list[float], learn: int, ahead: int) -> tuple[float, float]:
     """Mean absolute error, in logs, of the forecast and of 'it stays', some bins ahead, over what follows."""
     forecaster = Forecaster(rates[:learn])
     mine = stays = 0.0
@@ -54,26 +54,26 @@ def errors(rates: list[float], learn: int, ahead: int) -> tuple[float, float]:
 
 
 def test_forecast_learns_a_daily_pattern() -> None:
-    mine, stays = errors(days(6, noise=0.01), 4 * DAY, 3)
+    mine, stays = forecast_errors(daily_rates(6, noise=0.01), 4 * DAY, 3)
     assert mine < 0.6 * stays
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_forecast_of_a_random_walk_is_hardly_worse_than_the_last_value(seed: int) -> None:
-    mine, stays = errors(walk(6, seed), 3 * DAY, 1)
+    mine, stays = forecast_errors(random_walk_rates(6, seed), 3 * DAY, 1)
     assert mine < 1.05 * stays
 
 
 def test_forecast_ignores_a_single_outage() -> None:
-    rates = days(6, noise=0.01)
+    rates = daily_rates(6, noise=0.01)
     rates[3 * DAY : 3 * DAY + 4] = [0.0] * 4
-    mine, stays = errors(rates, 4 * DAY, 3)
+    mine, stays = forecast_errors(rates, 4 * DAY, 3)
     assert mine < 0.8 * stays
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_forecast_quantile_holds_as_often_as_its_share(share: float) -> None:
-    rates = walk(8, seed=4)
+    rates = random_walk_rates(8, seed=4)
     forecaster = Forecaster(rates[: 4 * DAY])
     kept = 0
     for i in range(4 * DAY, len(rates)):
@@ -85,7 +85,7 @@ def test_forecast_quantile_holds_as_often_as_its_share(share: float) -> None:
 
 
 def test_forecast_sees_the_morning_rise_before_it_starts() -> None:
-    rates = days(7)
+    rates = daily_rates(7)
     before = Forecaster(rates[: 6 * DAY + DAY - 12])  # two hours before the wave's mean, rising steeply
     now = rates[6 * DAY + DAY - 13]
     outlook = before.outlook(now, 0.0, 3600.0, 0.5)
@@ -130,7 +130,7 @@ def test_forecast_regression_solves_its_equations(seed: int) -> None:
         assert sum(a * x for a, x in zip(row, solved, strict=True)) == pytest.approx(wanted, abs=1e-6)
 
 
-class Asked:
+class RecordedScaling:
     """A rule that is shown a rate over time; what it asked for."""
 
     def __init__(self, policy: Policy, history: list[float]) -> None:
@@ -154,7 +154,7 @@ POLICY = Policy(scaling="ahead")
 
 
 def test_ahead_scaling_asks_for_a_rise_at_once_and_for_a_drop_after_a_delay() -> None:
-    asked = Asked(POLICY, [4.0] * DAY)
+    asked = RecordedScaling(POLICY, [4.0] * DAY)
     asked.show(0.0, 1200.0, 4.0)
     first = asked.asked[-1][1]
     asked.show(1200.0, 1800.0, 8.0)
@@ -170,7 +170,7 @@ def test_ahead_scaling_asks_for_a_rise_at_once_and_for_a_drop_after_a_delay() ->
 @pytest.mark.parametrize("rate_per_s", [1.0, 4.0, 25.0])
 def test_ahead_scaling_applies_headroom_once(rate_per_s: float) -> None:
     """What never moves is asked for as it is, and what chance adds to it, times headroom over what may be used."""
-    asked = Asked(POLICY, [rate_per_s] * (2 * DAY))
+    asked = RecordedScaling(POLICY, [rate_per_s] * (2 * DAY))
     asked.show(0.0, 600.0, rate_per_s)
     chance = math.sqrt(rate_per_s / BURST_S)
     assert asked.asked[-1][1] == pytest.approx(

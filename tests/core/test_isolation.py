@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from brain_builders import assert_at_rest
+from brain_builders import assert_idle
 from hypothesis import given
 from hypothesis import strategies as st
-from test_admission import alike, asks, made
+from test_admission import admission_world, equal_replicas_plan, tenant_request
 
 from potluck.core.routing.isolation import AWAY, CALM_S, OthersLoad, away, busiest, fewest, spare
 from potluck.core.state.actions import Run
@@ -51,18 +51,18 @@ def test_a_light_load_of_long_prompts_needs_no_replica_of_its_own() -> None:
 
 
 def test_nothing_is_handed_over_where_engines_cannot() -> None:
-    there = made(alike(4), Policy(set_apart=False))
+    there = admission_world(equal_replicas_plan(4), Policy(set_apart=False))
     for number in range(80):
         there.now_s = 0.05 * number
-        there.arrive(asks(f"flood{number}", there.now_s, "flooder", prompt=9000, output=20))
-        there.arrive(asks(f"other{number}", there.now_s, "other", prompt=300, output=20))
+        there.arrive(tenant_request(f"flood{number}", there.now_s, "flooder", prompt=9000, output=20))
+        there.arrive(tenant_request(f"other{number}", there.now_s, "other", prompt=300, output=20))
     assert not there.brain.admission.room.tenants.isolation.views("m")
     assert all(len(job.run.route.segments) == 1 for job in there.jobs.values())
 
 
 def test_a_flooder_gets_replicas_and_others_only_compute_prompts_there() -> None:
     """And when it is over, all is as before."""
-    there = made(alike(4))
+    there = admission_world(equal_replicas_plan(4))
     apart = there.brain.admission.room.tenants.isolation
     seen: list[tuple[str, ...]] = []
     for number in range(160):
@@ -70,7 +70,7 @@ def test_a_flooder_gets_replicas_and_others_only_compute_prompts_there() -> None
         flood = [f"flood{number}"] if number % 2 else []
         for name in (*flood, f"other{number}"):
             tenant, prompt = ("flooder", 9000) if name in flood else ("other", 300)
-            message = there.arrive(asks(name, there.now_s, tenant, prompt=prompt, output=20))
+            message = there.arrive(tenant_request(name, there.now_s, tenant, prompt=prompt, output=20))
             runs = [item for item in message if isinstance(item, Run) and item.request.startswith("other")]
             if number > 100:
                 seen += [tuple(segment.replica for segment in run.route.segments) for run in runs]
@@ -92,8 +92,8 @@ def test_a_flooder_gets_replicas_and_others_only_compute_prompts_there() -> None
         there.finish(next(iter(there.jobs)))
     for number in range(350):
         there.now_s += CALM_S / 50.0
-        there.arrive(asks(f"late{number}", there.now_s, "other", prompt=300, output=20))
+        there.arrive(tenant_request(f"late{number}", there.now_s, "other", prompt=300, output=20))
         there.finish(f"late{number}")
     assert not apart.views("m")
-    assert_at_rest(there.brain)
+    assert_idle(there.brain)
     assert not there.brain.admission.room.mixes

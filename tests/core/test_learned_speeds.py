@@ -61,7 +61,9 @@ def test_learned_pace_and_late_share_stay_bounded_and_decay(
     assert replica.late_share < 1e-6
 
 
-def serve(world: build.World, slow: str, factor: float, count: int, step_s: float = 0.02) -> Counter[str]:
+def serve_requests(
+    world: build.World, slow: str, factor: float, count: int, step_s: float = 0.02
+) -> Counter[str]:
     """One request after another; on `slow` an answer takes so many times as long."""
     counts: Counter[str] = Counter()
     for number in range(count):
@@ -83,7 +85,7 @@ def serve(world: build.World, slow: str, factor: float, count: int, step_s: floa
 def test_slow_replica_gets_fewer_requests_and_is_tried_again_later() -> None:
     world = build.world(TWO)
     first, second = sorted(world.members)
-    counts = serve(world, first, 6.0, 60)
+    counts = serve_requests(world, first, 6.0, 60)
     assert 1 <= counts[first] <= 6  # then the other is done sooner even with all of its work
     assert world.brain.fleet.views[first].pace > 1.5
     assert world.brain.fleet.views[second].pace == pytest.approx(1.0, abs=0.1)
@@ -91,15 +93,15 @@ def test_slow_replica_gets_fewer_requests_and_is_tried_again_later() -> None:
         world.now_s += STALE_AFTER_S
         world.tell(Tick())
     assert world.brain.fleet.views[first].pace == pytest.approx(1.0, rel=0.01)
-    again = serve(world, first, 1.0, 40)
+    again = serve_requests(world, first, 1.0, 40)
     assert min(again.values()) >= 10
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 def test_other_balances_learn_no_pace() -> None:
     world = build.world(TWO, Policy(balance="token"))
     first = min(world.members)
-    serve(world, first, 6.0, 20)
+    serve_requests(world, first, 6.0, 20)
     assert {view.pace for view in world.brain.fleet.views.values()} == {1.0}
 
 
@@ -108,7 +110,7 @@ def test_late_answers_raise_the_load_weight_of_a_replica() -> None:
     known = replace(known, models={"m": replace(known.models["m"], slo=Slo(2.0, 0.05))})
     world = build.world(TWO, None, known)
     first = min(world.members)
-    serve(world, first, 4.0, 4)
+    serve_requests(world, first, 4.0, 4)
     view, target = world.brain.fleet.views[first], world.brain.table.singles[first]
     assert view.late_share > 0
     counted = view.late_share * min(1.0, view.late_share / MANY)

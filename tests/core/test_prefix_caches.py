@@ -43,52 +43,52 @@ CLEAR = LinkReported("far", "near", 0.1, 0.0, 10.0)
 BLOCKS = tuple(range(1, 1 + 2880 // 16))
 
 
-def quick(plan: Plan) -> FleetFacts:
+def facts_with_fast_cards(plan: Plan) -> FleetFacts:
     """Cards of 100 Gbit/s."""
     facts = build.facts(plan.templates)
     return replace(facts, replicas={k: replace(v, card_gbps=100.0) for k, v in facts.replicas.items()})
 
 
-def sent(world: build.World, prompt: int = 3000, blocks: tuple[int, ...] = BLOCKS) -> Run:
+def send_request(world: build.World, prompt: int = 3000, blocks: tuple[int, ...] = BLOCKS) -> Run:
     (run,) = world.arrive(build.request(f"r{len(world.requests)}", prompt, blocks=blocks))
     assert isinstance(run, Run)
     return run
 
 
-def places(run: Run) -> list[tuple[str, int, int | None]]:
+def segment_places(run: Run) -> list[tuple[str, int, int | None]]:
     return [(segment.replica, segment.start, segment.stop) for segment in run.route.segments]
 
 
-def at_rest(world: build.World) -> None:
+def assert_world_idle(world: build.World) -> None:
     for name in list(world.jobs):
         world.finish(name)
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
-def named(world: build.World, template: str, region: str = "near") -> list[str]:
+def replica_names(world: build.World, template: str, region: str = "near") -> list[str]:
     return sorted(n for n, m in world.members.items() if m.template == template and m.region == region)
 
 
 def test_prefix_cached_on_a_decode_replica_is_not_computed_again() -> None:
     for holder in (0, 1):
         world = build.world(HOME)
-        world.tell(CacheReported(named(world, "d")[holder], 1, BLOCKS))
-        run = sent(world)
+        world.tell(CacheReported(replica_names(world, "d")[holder], 1, BLOCKS))
+        run = send_request(world)
         first = run.route.segments[0]
         # The decoder does all where it was to decode anyway; else it lends, and the rest is computed elsewhere.
-        assert first.replica == named(world, "d")[holder]
+        assert first.replica == replica_names(world, "d")[holder]
         assert first.stop in (None, 2880)
         assert sum(view.open_prefill_tokens for view in world.brain.fleet.views.values()) <= 120
-        at_rest(world)
+        assert_world_idle(world)
 
 
 def test_busy_prefix_holder_sends_its_prefix_to_a_less_loaded_replica() -> None:
-    world = build.world(ALONE, known=quick(ALONE))
-    one, two = named(world, "mix")
+    world = build.world(ALONE, known=facts_with_fast_cards(ALONE))
+    one, two = replica_names(world, "mix")
     world.tell(CacheReported(one, 1, BLOCKS))
-    result = [places(sent(world)) for _ in range(12)]
+    result = [segment_places(send_request(world)) for _ in range(12)]
     assert [(one, 0, 2880), (two, 2880, None)] in result
-    at_rest(world)
+    assert_world_idle(world)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_busy_prefix_holder_sends_its_prefix_to_a_less_loaded_replica() -> None:
 )
 def test_replica_without_free_blocks_sends_no_prefix(status: ReplicaStatus, lends: bool) -> None:
     world = build.world(HOME)
-    one = named(world, "d")[0]
+    one = replica_names(world, "d")[0]
     world.tell(CacheReported(one, 1, BLOCKS))
     world.tell(ReplicaReported(one, status))
-    result = [places(sent(world)) for _ in range(6)]
+    result = [segment_places(send_request(world)) for _ in range(6)]
     assert any(len(item) == 3 for item in result) == lends
 
 
@@ -114,25 +114,28 @@ def test_replica_without_free_blocks_sends_no_prefix(status: ReplicaStatus, lend
 )
 def test_policy_disables_the_regional_prefix_pool(policy: Policy) -> None:
     world = build.world(HOME, policy)
-    for name in named(world, "d"):
+    for name in replica_names(world, "d"):
         world.tell(CacheReported(name, 1, BLOCKS))
-    assert places(sent(world))[0] == (named(world, "p")[0], 0, 3000)
+    assert segment_places(send_request(world))[0] == (replica_names(world, "p")[0], 0, 3000)
 
 
 def test_prefix_is_recomputed_where_that_is_faster_than_fetching_it() -> None:
     facts = build.facts((P, D))
     heavy = replace(facts, models={"m": replace(facts.models["m"], kv_bytes_per_token=1e7)})
     world = build.world(HOME, known=heavy)
-    world.tell(CacheReported(named(world, "d")[0], 1, BLOCKS))
-    assert {places(sent(world))[0][0] for _ in range(4)} <= {named(world, "p")[0], named(world, "d")[0]}
+    world.tell(CacheReported(replica_names(world, "d")[0], 1, BLOCKS))
+    assert {segment_places(send_request(world))[0][0] for _ in range(4)} <= {
+        replica_names(world, "p")[0],
+        replica_names(world, "d")[0],
+    }
     assert all(len(job.run.route.segments) < 3 for job in world.jobs.values())
 
 
 def test_replica_that_failed_a_request_is_no_prefix_source_for_it() -> None:
-    world = build.world(ALONE, known=quick(ALONE))
-    one, _ = named(world, "mix")
+    world = build.world(ALONE, known=facts_with_fast_cards(ALONE))
+    one, _ = replica_names(world, "mix")
     world.tell(CacheReported(one, 1, BLOCKS))
-    runs = [sent(world) for _ in range(12)]
+    runs = [send_request(world) for _ in range(12)]
     lent = next(run for run in runs if len(run.route.segments) == 2)
     again = [item for item in world.fail(lent.request, "replica", one) if isinstance(item, Run)]
     assert all(one not in {segment.replica for segment in run.route.segments} for run in again)
@@ -140,22 +143,22 @@ def test_replica_that_failed_a_request_is_no_prefix_source_for_it() -> None:
 
 def test_remote_prefix_is_fetched_unless_the_link_is_down() -> None:
     world = build.world(AWAY)
-    far, mix = named(world, "p", "far")[0], named(world, "mix")[0]
+    far, mix = replica_names(world, "p", "far")[0], replica_names(world, "mix")[0]
     world.tell(CacheReported(far, 1, BLOCKS))
     world.tell(CLEAR)
-    assert places(sent(world)) == [(far, 0, 2880), (mix, 2880, None)]
+    assert segment_places(send_request(world)) == [(far, 0, 2880), (mix, 2880, None)]
     world.tell(CLEAR._replace(gbps=0.0))
     for _ in range(6):
-        assert far not in {replica for replica, _, _ in places(sent(world))}
-    at_rest(world)
+        assert far not in {replica for replica, _, _ in segment_places(send_request(world))}
+    assert_world_idle(world)
 
 
 def test_full_local_replicas_do_not_send_requests_over_a_dead_link() -> None:
     world = build.world(AWAY)
-    far = named(world, "p", "far")[0]
+    far = replica_names(world, "p", "far")[0]
     world.tell(CLEAR._replace(gbps=0.0))
     for _ in range(40):
-        assert far not in {replica for replica, _, _ in places(sent(world, 50_000, ()))}
+        assert far not in {replica for replica, _, _ in segment_places(send_request(world, 50_000, ()))}
 
 
 CLUSTERS = build.plan(
@@ -177,7 +180,9 @@ def test_every_link_has_its_own_length_threshold() -> None:
     world = build.world(CLUSTERS, Policy(balance="goodput"), known=replace(facts, links_gbps=links))
 
     def regions(prompt: int) -> set[str]:
-        return {world.members[sent(world, prompt, ()).route.segments[0].replica].region for _ in range(8)}
+        return {
+            world.members[send_request(world, prompt, ()).route.segments[0].replica].region for _ in range(8)
+        }
 
     assert regions(5000) == {"far", "off"}
     for _ in range(12):
@@ -193,7 +198,7 @@ def test_queued_prefill_in_the_remote_cluster_raises_the_threshold() -> None:
     world.tell(CLEAR)
     before = world.brain.router.thresholds.links["m"]["far->near"].tokens
     for _ in range(3):
-        sent(world, 60_000, ())
+        send_request(world, 60_000, ())
     world.tell(CLEAR)
     assert world.brain.router.thresholds.links["m"]["far->near"].tokens > before
 
@@ -215,14 +220,14 @@ def test_threshold_can_be_set_where_the_plan_has_none() -> None:
     world = build.world(ACROSS, Policy(balance="goodput"))
 
     def region(prompt: int) -> str:
-        return world.members[sent(world, prompt, ()).route.segments[0].replica].region
+        return world.members[send_request(world, prompt, ()).route.segments[0].replica].region
 
     assert region(500) == region(9000) == "far"
     world.brain.router.thresholds.rebase("m", 4000)
     assert region(500) == "near"
     assert region(9000) == "far"
     assert world.brain.router.thresholds.links["m"] == {"far->near": LengthThreshold(4000, 4000)}
-    at_rest(world)
+    assert_world_idle(world)
 
 
 def test_threshold_is_not_set_without_remote_flows_or_adaptation() -> None:
@@ -234,14 +239,14 @@ def test_threshold_is_not_set_without_remote_flows_or_adaptation() -> None:
 
 @pytest.mark.parametrize("checkpoint", [180, 100])
 def test_prefix_fetched_for_a_hybrid_model_ends_one_token_after_a_checkpoint(checkpoint: int) -> None:
-    facts = quick(HOME)
+    facts = facts_with_fast_cards(HOME)
     hybrid = replace(facts.models["m"], exact_prefix=True, state_bytes=1e6)
     world = build.world(HOME, known=replace(facts, models={"m": hybrid}))
-    one = named(world, "d")[0]
+    one = replica_names(world, "d")[0]
     world.tell(CacheReported(one, 1, BLOCKS, (), (BLOCKS[checkpoint - 1],)))
-    stops = {places(sent(world))[0][2] for _ in range(4)}
+    stops = {segment_places(send_request(world))[0][2] for _ in range(4)}
     assert 16 * checkpoint + 1 in stops
-    at_rest(world)
+    assert_world_idle(world)
 
 
 # Who can resume how much of a prompt, as routing asks it; and the score.

@@ -44,7 +44,7 @@ def settle(world: World, rounds: int = 400) -> int:
     raise AssertionError(f"not settled after {rounds} rounds: {world.fleet.units}")
 
 
-def replaced(world: World, wanted: dict[Key, int]) -> None:
+def replace_wanted(world: World, wanted: dict[Key, int]) -> None:
     world.wanted = {**dict.fromkeys(world.wanted, 0), **wanted}
 
 
@@ -58,7 +58,7 @@ def test_reconciler_reaches_the_wanted_counts_without_capacity_below_old_and_new
     assert world.counts() == old
     models = ["m", "o"] if "dull" not in {name for name, _ in {**old, **new}} else ["o"]
     floors = {m: min(world.serving_per_s(m), target_per_s(KNOWN, new, m)) for m in models}
-    replaced(world, new)
+    replace_wanted(world, new)
     for _ in range(400):
         settled = world.call().settled
         for model, floor in floors.items():
@@ -78,7 +78,7 @@ def test_reconciler_replaces_replicas_lost_during_a_change(
     for _ in range(20):
         world.call()
         world.pass_time(lose=0.1)
-    replaced(world, new)
+    replace_wanted(world, new)
     for _ in range(20):
         world.call()
         world.pass_time(lose=0.1)
@@ -94,7 +94,7 @@ def test_repeated_reconcile_call_does_nothing(
     world = World(KNOWN, old, random.Random(seed))
     for number in range(rounds):
         if number == rounds // 2:
-            replaced(world, new)
+            replace_wanted(world, new)
         world.call()
         world.pass_time(lose=0.05)
     world.call()
@@ -118,7 +118,7 @@ def test_reconciler_never_exceeds_available_nodes_and_a_full_dip_always_finishes
     world.available = {
         key: max(old_nodes.get(key, 0), new_nodes.get(key, 0)) for key in {*old_nodes, *new_nodes}
     }
-    replaced(world, new)
+    replace_wanted(world, new)
     models = ["m", "o"] if "dull" not in {name for name, _ in {**old, **new}} else ["o"]
     floors = {m: (1 - dip) * min(world.serving_per_s(m), target_per_s(KNOWN, new, m)) for m in models}
     notes: tuple[str, ...] = ()
@@ -138,27 +138,27 @@ def test_reconciler_never_exceeds_available_nodes_and_a_full_dip_always_finishes
         assert any("no nodes" in note for note in notes)
 
 
-def started(world: World) -> None:
+def mark_started(world: World) -> None:
     for view in list(world.fleet.views.values()):
         if view.state == "starting":
             world.fleet.ready(view.member.id)
 
 
-def at_rest(
+def settled_world(
     wanted: dict[Key, int], available: dict[tuple[str, str], int] | None = None, dip: float = 0.0
 ) -> World:
     world = World(KNOWN, wanted, random.Random(0), available, dip)
     world.call()
-    started(world)
+    mark_started(world)
     assert world.call().settled
     return world
 
 
 def test_reconciler_starts_new_copies_first_and_drains_the_least_loaded_old_ones() -> None:
-    world = at_rest({("small", "east"): 3})
+    world = settled_world({("small", "east"): 3})
     for load, view in zip((5, 0, 2), world.fleet.views.values(), strict=True):
         view.open_requests = load
-    replaced(world, {("large", "east"): 1, ("small", "east"): 1})
+    replace_wanted(world, {("large", "east"): 1, ("small", "east"): 1})
     first = world.call()
     assert [type(action) for action in first.actions] == [act.StartReplica]
     world.fleet.ready("large@east#3/0")
@@ -183,7 +183,7 @@ def test_copies_that_do_not_serve_yet_are_stopped_without_draining() -> None:
 
 
 def test_copy_that_lost_a_replica_gets_it_back_under_a_new_id() -> None:
-    world = at_rest({("combo", "east"): 1})
+    world = settled_world({("combo", "east"): 1})
     world.fleet.remove("combo@east#0/1")
     (start,) = world.call().actions
     assert isinstance(start, act.StartReplica)
@@ -206,21 +206,21 @@ def test_failed_starts_are_retried_with_exponential_backoff() -> None:
     gaps = [round(b - a) for a, b in pairwise(tries)]
     assert gaps[:7] == [10, 20, 40, 80, 160, 300, 300]
     world.call()
-    started(world)
+    mark_started(world)
     world.call()
     assert not world.progress.attempts
 
 
 def test_reconciler_without_spare_nodes_notes_the_dip_it_needs() -> None:
-    world = at_rest({("small", "east"): 4}, {("east", "n"): 4})
-    replaced(world, {("dec", "east"): 2, ("small", "east"): 2})
+    world = settled_world({("small", "east"): 4}, {("east", "n"): 4})
+    replace_wanted(world, {("dec", "east"): 2, ("small", "east"): 2})
     assert world.call().actions[0] == act.DrainReplica(
         "small@east#3/0"
     )  # the decode copies bring nothing by themselves
-    world = at_rest({("small", "east"): 4}, {("east", "n"): 5})
+    world = settled_world({("small", "east"): 4}, {("east", "n"): 5})
     world.known["better"] = KNOWN["small"]._replace(template=template("better", 3.0, nodes={"n": 2}))
     world.available = {("east", "n"): 4}
-    replaced(world, {("better", "east"): 2})
+    replace_wanted(world, {("better", "east"): 2})
     step = world.call()
     # Four served 12, two are wanted.
     assert [type(action) for action in step.actions] == [act.DrainReplica] * 2
@@ -229,7 +229,7 @@ def test_reconciler_without_spare_nodes_notes_the_dip_it_needs() -> None:
             world.progress = world.progress.drained(view.member.id)
     kinds = [type(action) for action in world.call().actions]
     assert kinds == [act.StopReplica, act.StopReplica, act.StartReplica]
-    started(world)
+    mark_started(world)
     step = world.call()
     assert [type(action) for action in step.actions] == [act.DrainReplica]  # 3 + 3 + 3 serve, 6 are needed
     world.progress = world.progress.drained(step.actions[0][0])
@@ -258,7 +258,7 @@ def test_exchange_on_full_nodes_keeps_capacity_within_the_dip(
     settle(world)
     world.available = {("east", "n"): max(old, new)}
     floor = min(old * rates[0], new * rates[1])
-    replaced(world, {("b", "east"): new})
+    replace_wanted(world, {("b", "east"): new})
     least, step = float(floor), world.call()
     for _ in range(200):
         least = min(least, world.serving_per_s("m"))
@@ -275,9 +275,9 @@ def test_exchange_on_full_nodes_keeps_capacity_within_the_dip(
 
 
 def test_reconciler_waits_for_draining_nodes_before_using_the_dip() -> None:
-    world = at_rest({("small", "east"): 2}, {("east", "n"): 2}, dip=1.0)
+    world = settled_world({("small", "east"): 2}, {("east", "n"): 2}, dip=1.0)
     world.known["same"] = KNOWN["small"]._replace(template=template("same", 3.0))
-    replaced(world, {("same", "east"): 1})
+    replace_wanted(world, {("same", "east"): 1})
     assert len(world.call().actions) == 1
     assert world.call().actions == ()
     assert world.serving_per_s("m") == 3.0
@@ -294,7 +294,7 @@ def test_cancelled_start_does_not_count_as_a_failure() -> None:
 
 
 def test_replicas_outside_the_plan_are_left_alone() -> None:
-    world = at_rest({("small", "east"): 1})
+    world = settled_world({("small", "east"): 1})
     stray = ReplicaSpec("mine", "mine#7", "handmade", 0, "homogeneous", "m", "mixed", "east")
     world.fleet.add(stray)
     world.fleet.ready("mine")
@@ -307,7 +307,7 @@ def test_replicas_outside_the_plan_are_left_alone() -> None:
 
 
 def test_manually_drained_replica_takes_its_copy_out_and_is_replaced() -> None:
-    world = at_rest({("combo", "east"): 1})
+    world = settled_world({("combo", "east"): 1})
     world.fleet.drain("combo@east#0/1")
     actions = world.call().actions
     assert actions[:2] == (act.DrainReplica("combo@east#0/0"), act.DrainReplica("combo@east#0/2"))
@@ -315,25 +315,25 @@ def test_manually_drained_replica_takes_its_copy_out_and_is_replaced() -> None:
 
 
 def test_copies_without_known_rates_are_reconciled_by_count() -> None:
-    world = at_rest({("dull", "east"): 3})
-    replaced(world, {("dull", "west"): 2})
+    world = settled_world({("dull", "east"): 3})
+    replace_wanted(world, {("dull", "west"): 2})
     step = world.call()
     drains = [action for action in step.actions if isinstance(action, act.DrainReplica)]
     assert len(drains) == 1
-    started(world)
+    mark_started(world)
     assert sum(isinstance(action, act.DrainReplica) for action in world.call().actions) == 2
 
 
 def test_flipped_copy_does_not_count_as_its_original_role() -> None:
-    world = at_rest({("pre", "east"): 1, ("dec", "east"): 2})
+    world = settled_world({("pre", "east"): 1, ("dec", "east"): 2})
     world.fleet.flip("dec@east#0/0", "prefill")
-    replaced(world, {("pre", "east"): 1, ("dec", "east"): 1})
+    replace_wanted(world, {("pre", "east"): 1, ("dec", "east"): 1})
     drains = [action.replica for action in world.call().actions if isinstance(action, act.DrainReplica)]
     assert drains == ["dec@east#0/0"]
 
 
 def test_new_plan_restores_flipped_roles() -> None:
-    world = at_rest({("pre", "east"): 2, ("dec", "east"): 1})
+    world = settled_world({("pre", "east"): 2, ("dec", "east"): 1})
     assert restored(world.fleet) == ()
     world.fleet.flip("pre@east#1/0", "decode")
     assert restored(world.fleet) == (act.FlipReplica("pre@east#1/0", "prefill"),)
@@ -347,8 +347,8 @@ def test_named_machine_is_freed_before_its_new_copy_starts() -> None:
     )
     world = World(blueprints(plan_of((old, new), {})), {("old", "east"): 1}, random.Random(0))
     world.call()
-    started(world)
-    replaced(world, {("new", "east"): 1})
+    mark_started(world)
+    replace_wanted(world, {("new", "east"): 1})
     step = world.call()
     assert step.actions == ()
     assert "a dip of 100% would let" in step.notes[0]
@@ -359,7 +359,7 @@ def test_named_machine_is_freed_before_its_new_copy_starts() -> None:
 
 
 def test_drain_order_uses_open_requests_not_reported_load() -> None:
-    world = at_rest({("small", "east"): 2})
+    world = settled_world({("small", "east"): 2})
     world.fleet.views["small@east#0/0"].status = ReplicaStatus(9, 9, 9, 9, 0, 1, 0.1)
     world.fleet.views["small@east#1/0"].open_requests = 1
     world.wanted["small", "east"] = 1

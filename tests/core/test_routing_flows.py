@@ -43,11 +43,11 @@ CLEAR = LinkReported("far", "near", 0.1, 0.0, 10.0)
 DEAD = LinkReported("far", "near", 0.0, 0.0, 0.0)
 
 
-def regions(world: build.World, run: Run) -> list[str]:
+def segment_regions(world: build.World, run: Run) -> list[str]:
     return [world.members[segment.replica].region for segment in run.route.segments]
 
 
-def sent(world: build.World, prompt: int, blocks: tuple[int, ...] = ()) -> Run:
+def send_request(world: build.World, prompt: int, blocks: tuple[int, ...] = ()) -> Run:
     (run,) = world.arrive(build.request(f"r{len(world.requests)}", prompt, blocks=blocks))
     assert isinstance(run, Run)
     return run
@@ -70,44 +70,44 @@ def test_requests_are_divided_between_regions_by_planned_flows() -> None:
         },
     )
     world = build.world(plan, Policy(balance="fixed"))
-    counts = Counter(tuple(regions(world, sent(world, 500))) for _ in range(100))
+    counts = Counter(tuple(segment_regions(world, send_request(world, 500))) for _ in range(100))
     assert counts == {("near", "near"): 60, ("far", "near"): 20, ("far", "far"): 20}
 
 
-def whole_in_two_regions(policy: Policy) -> build.World:
+def aggregated_in_two_regions(policy: Policy) -> build.World:
     both = build.template("w", ("mixed",), closed=(2.0, 2.0))
     shares = {("w", region, "closed"): (1.0, 1.0) for region in ("near", "far")}
     return build.world(build.plan((both,), {("w", "near"): 1, ("w", "far"): 1}, shares), policy)  # type: ignore[arg-type]
 
 
 def test_gateway_prefers_its_home_region_until_it_is_far_behind_or_lost() -> None:
-    world = whole_in_two_regions(Policy(home="far", admission=False))
-    places = [regions(world, sent(world, 500))[0] for _ in range(80)]
+    world = aggregated_in_two_regions(Policy(home="far", admission=False))
+    places = [segment_regions(world, send_request(world, 500))[0] for _ in range(80)]
     assert places[:10] == ["far"] * 10
     assert set(places[-40:]) == {"far", "near"}
-    world = whole_in_two_regions(Policy(home="far", admission=False))
+    world = aggregated_in_two_regions(Policy(home="far", admission=False))
     (home,) = (name for name, member in world.members.items() if member.region == "far")
     world.lose(home)
-    assert [regions(world, sent(world, 500)) for _ in range(5)] == [["near"]] * 5
+    assert [segment_regions(world, send_request(world, 500)) for _ in range(5)] == [["near"]] * 5
 
 
 def test_load_from_other_gateways_is_counted_from_status_reports() -> None:
-    world = whole_in_two_regions(Policy(home="far", admission=False))
+    world = aggregated_in_two_regions(Policy(home="far", admission=False))
     (home,) = (name for name, member in world.members.items() if member.region == "far")
     busy = ReplicaStatus(100, 8, 0, 0, 50, 100, 0.02)
     world.tell(ReplicaReported(home, busy))
-    assert regions(world, sent(world, 500)) == ["near"]
+    assert segment_regions(world, send_request(world, 500)) == ["near"]
     world.tell(ReplicaReported(home, busy._replace(queued=0, running=0)))
-    assert regions(world, sent(world, 500)) == ["far"]
+    assert segment_regions(world, send_request(world, 500)) == ["far"]
     world.tell(ReplicaReported(home, busy._replace(queued=0, running=1)))  # our own
     assert world.brain.table.singles[home].others_s == 0.0
 
 
 def test_planned_threshold_sends_prompts_by_length() -> None:
     world = build.world(LENGTHS)
-    assert regions(world, sent(world, 2000)) == ["near", "near"]
-    assert regions(world, sent(world, 2001)) == ["far", "near"]
-    run = sent(world, 50_000)
+    assert segment_regions(world, send_request(world, 2000)) == ["near", "near"]
+    assert segment_regions(world, send_request(world, 2001)) == ["far", "near"]
+    run = send_request(world, 50_000)
     assert run.route.segments[0].stop == run.route.segments[1].start == 50_000
 
 
@@ -115,33 +115,33 @@ def test_congestion_keeps_more_prompts_local_until_it_clears() -> None:
     world = build.world(LENGTHS, Policy(balance="goodput"))
     for _ in range(12):
         world.tell(CONGESTED)
-    assert regions(world, sent(world, 4000)) == ["near", "near"]
-    assert regions(world, sent(world, 100_000)) == ["far", "near"]
+    assert segment_regions(world, send_request(world, 4000)) == ["near", "near"]
+    assert segment_regions(world, send_request(world, 100_000)) == ["far", "near"]
     for _ in range(60):
         world.tell(CLEAR)
-    assert regions(world, sent(world, 4000)) == ["far", "near"]
+    assert segment_regions(world, send_request(world, 4000)) == ["far", "near"]
 
 
-def places(world: build.World, count: int) -> list[str]:
-    return [regions(world, sent(world, 2000))[0] for _ in range(count)]
+def first_regions(world: build.World, count: int) -> list[str]:
+    return [segment_regions(world, send_request(world, 2000))[0] for _ in range(count)]
 
 
 def test_short_prompt_goes_to_the_remote_region_when_it_is_much_faster() -> None:
     """A prompt of 2,000 tokens takes 0.2 s; home is 2 s behind once ten more wait there than far away."""
     world = build.world(LENGTHS, Policy(admission=False))
-    went = places(world, 60)
+    went = first_regions(world, 60)
     assert went[:10] == ["near"] * 10
     assert 22 <= went[10:].count("far") <= 28  # Then each in turn.
     world = build.world(LENGTHS, Policy(admission=False))
     world.tell(LinkReported("far", "near", 0.1, 0.0, 0.05))  # 32 s for its KV
-    assert set(places(world, 60)) == {"near"}
+    assert set(first_regions(world, 60)) == {"near"}
     world.tell(DEAD)
-    assert set(places(world, 10)) == {"near"}
+    assert set(first_regions(world, 10)) == {"near"}
     world = build.world(LENGTHS, Policy(balance="goodput", admission=False))
-    assert set(places(world, 60)) == {"near"}
+    assert set(first_regions(world, 60)) == {"near"}
 
 
-def with_whole(flows: dict[tuple[str, str, str], tuple[float, float]]) -> build.World:
+def world_with_aggregated_replica(flows: dict[tuple[str, str, str], tuple[float, float]]) -> build.World:
     """Beside LENGTHS, a replica at home that was planned to do short requests whole."""
     plan = build.plan(
         (*TEMPLATES, MIXED),
@@ -162,17 +162,17 @@ def with_whole(flows: dict[tuple[str, str, str], tuple[float, float]]) -> build.
 @pytest.mark.parametrize(("answers", "first"), [(0, "near"), (40, "far")])
 def test_replica_without_decode_room_is_no_local_choice_for_a_prompt(answers: int, first: str) -> None:
     """10 s of prompts wait at home; the replica that does all of it has none, but perhaps too many answers."""
-    world = with_whole({("m", "near", "near"): (1.0, 0.0)})
+    world = world_with_aggregated_replica({("m", "near", "near"): (1.0, 0.0)})
     views = {(view.role, view.member.region): view for view in world.brain.fleet.views.values()}
     world.brain.fleet.open(views["prefill", "near"], 100_000, 0)
     for _ in range(answers):
         world.brain.fleet.open(views["mixed", "near"], 0, 0)
-    assert regions(world, sent(world, 1500))[0] == first
+    assert segment_regions(world, send_request(world, 1500))[0] == first
 
 
 @pytest.mark.parametrize("at_home", [True, False])
 def test_whole_requests_keep_their_buckets_when_other_replicas_prefill_locally(at_home: bool) -> None:
-    world = with_whole({("m", "near", "near"): (1.0, 0.0)} if at_home else {})
+    world = world_with_aggregated_replica({("m", "near", "near"): (1.0, 0.0)} if at_home else {})
     table = world.brain.table
     whole = [table.ways(table.models["m"], bucket, 600).closed.prefills for bucket in (0, 1)]
     assert [len(new_balancer) for new_balancer in whole] == [1, 0 if at_home else 1]
@@ -182,34 +182,36 @@ def test_without_threshold_adaptation_prompts_follow_the_planned_buckets() -> No
     world = build.world(LENGTHS, Policy(adapt_threshold=False))
     for _ in range(6):
         world.tell(CONGESTED)
-    assert regions(world, sent(world, 5000)) == ["far", "near"]
+    assert segment_regions(world, send_request(world, 5000)) == ["far", "near"]
 
 
 def test_dead_link_is_not_used() -> None:
     world = build.world(LENGTHS)
     world.tell(DEAD)
-    assert {tuple(regions(world, sent(world, 50_000))) for _ in range(5)} == {("near", "near")}
+    assert {tuple(segment_regions(world, send_request(world, 50_000))) for _ in range(5)} == {
+        ("near", "near")
+    }
     world.tell(CLEAR)
-    assert regions(world, sent(world, 150_000)) == ["far", "near"]
+    assert segment_regions(world, send_request(world, 150_000)) == ["far", "near"]
 
 
 def test_retry_avoids_the_link_that_failed() -> None:
     world = build.world(LENGTHS)
-    run = sent(world, 50_000)
+    run = send_request(world, 50_000)
     abandoned, again = world.fail(run.request, "link", "far->near")
     assert isinstance(abandoned, Abort)
     assert set(abandoned.replicas) == {segment.replica for segment in run.route.segments}
     assert isinstance(again, Run)
-    assert regions(world, again) == ["near", "near"]
+    assert segment_regions(world, again) == ["near", "near"]
 
 
 def test_cached_tokens_do_not_count_towards_the_length_threshold() -> None:
     world = build.world(LENGTHS)
     blocks = tuple(range(1, 3000 // 16))
-    assert regions(world, sent(world, 3000, blocks)) == ["far", "near"]
+    assert segment_regions(world, send_request(world, 3000, blocks)) == ["far", "near"]
     world.tell(CacheReported("p@near#2/0", 1, blocks))
     world.tell(CacheReported("p@near#1/0", 1, blocks))  # one of the two is there, whatever its number
-    assert regions(world, sent(world, 3000, blocks)) == ["near", "near"]
+    assert segment_regions(world, send_request(world, 3000, blocks)) == ["near", "near"]
 
 
 def test_remote_prefix_is_fetched_with_abundant_bandwidth() -> None:
@@ -218,9 +220,12 @@ def test_remote_prefix_is_fetched_with_abundant_bandwidth() -> None:
     near = next(name for name, m in world.members.items() if m.region == "near" and m.template == "p")
     blocks = tuple(range(1, 1 + 2880 // 16))
     world.tell(CacheReported(far, 1, blocks))
-    assert regions(world, sent(world, 3000, blocks)) == ["far", "near"]  # scarce: far has it, and it is long
+    assert segment_regions(world, send_request(world, 3000, blocks)) == [
+        "far",
+        "near",
+    ]  # scarce: far has it, and it is long
     world.tell(CLEAR)
-    run = sent(world, 3000, blocks)
+    run = send_request(world, 3000, blocks)
     assert [(s.replica, s.start, s.stop) for s in run.route.segments[:2]] == [
         (far, 0, 2880),
         (near, 2880, 3000),
@@ -229,7 +234,7 @@ def test_remote_prefix_is_fetched_with_abundant_bandwidth() -> None:
     world.finish(run.request)
     for name in list(world.jobs):
         world.finish(name)
-    build.assert_at_rest(world.brain)
+    build.assert_idle(world.brain)
 
 
 MIXED = build.template("mix", closed=(2.0, 2.0))
@@ -242,19 +247,21 @@ def test_requests_follow_their_cached_prefix_until_waiting_costs_more() -> None:
     warm = "mix@near#2/0"
     world.tell(CacheReported(warm, 1, blocks))
     # Each saves 0.16 s of prefill there and adds 0.01 s for the next; beyond its batch of 8 they would wait longer.
-    assert {sent(world, 1700, blocks).route.decoder for _ in range(8)} == {warm}
+    assert {send_request(world, 1700, blocks).route.decoder for _ in range(8)} == {warm}
     world.tell(CacheReported(warm, 2, (), blocks))
-    assert sent(world, 1700, tuple(-b for b in blocks)).route.decoder != warm  # nothing of it is cached there
+    assert (
+        send_request(world, 1700, tuple(-b for b in blocks)).route.decoder != warm
+    )  # nothing of it is cached there
     cold = build.world(AGGREGATED, Policy(affinity=0.0))
     cold.tell(CacheReported(warm, 1, blocks))
-    assert len({sent(cold, 1700, blocks).route.decoder for _ in range(4)}) == 4
+    assert len({send_request(cold, 1700, blocks).route.decoder for _ in range(4)}) == 4
 
 
 def test_hot_prefix_requests_spread_over_replicas() -> None:
     world = build.world(AGGREGATED)
     blocks = tuple(range(1, 1 + 1600 // 16))
     world.tell(CacheReported("mix@near#2/0", 1, blocks))
-    counts = Counter(sent(world, 1700, blocks).route.decoder for _ in range(40))
+    counts = Counter(send_request(world, 1700, blocks).route.decoder for _ in range(40))
     assert len(counts) == 4
     assert max(counts.values()) <= 16
 
@@ -262,7 +269,7 @@ def test_hot_prefix_requests_spread_over_replicas() -> None:
 def test_request_without_blocks_does_not_use_the_prefix_index() -> None:
     world = build.world(AGGREGATED)
     world.tell(CacheReported("mix@near#2/0", 1, tuple(range(100))))
-    assert len({sent(world, 1700).route.decoder for _ in range(4)}) == 4
+    assert len({send_request(world, 1700).route.decoder for _ in range(4)}) == 4
 
 
 def test_flipped_replica_gets_its_share_in_the_new_role() -> None:
@@ -275,7 +282,7 @@ def test_flipped_replica_gets_its_share_in_the_new_role() -> None:
     world = build.world(plan)
     flipped = next(name for name, member in world.members.items() if member.template == "p")
     world.brain._carry_out(0.0, [FlipReplica(flipped, "decode")])
-    runs = [sent(world, 500) for _ in range(40)]
+    runs = [send_request(world, 500) for _ in range(40)]
     assert flipped not in {run.route.segments[0].replica for run in runs}
     # As fast by the facts as the other decode replica, so it gets half.
     assert Counter(run.route.decoder for run in runs)[flipped] == 20
@@ -305,7 +312,7 @@ def test_incremental_routing_table_equals_one_built_anew() -> None:
     assert isinstance(world.brain.fleet, FleetState)
 
 
-def two_flows() -> build.World:
+def world_with_two_flows() -> build.World:
     """Twice as much is deployed as planned, half of it near and half of it prefilling far away."""
     plan = build.plan(
         TEMPLATES,
@@ -321,16 +328,16 @@ def two_flows() -> build.World:
 
 
 def far_share(world: build.World, count: int = 120) -> float:
-    return sum(regions(world, sent(world, 500))[0] == "far" for _ in range(count)) / count
+    return sum(segment_regions(world, send_request(world, 500))[0] == "far" for _ in range(count)) / count
 
 
 def test_remote_flow_gets_its_planned_share_and_the_local_flow_the_rest() -> None:
     # At home up to 4 a second (two replicas of 2), over the link the 2 that were planned.
-    assert far_share(two_flows()) == pytest.approx(2 / 6, abs=0.02)
+    assert far_share(world_with_two_flows()) == pytest.approx(2 / 6, abs=0.02)
 
 
 def test_flow_weight_follows_the_ready_share_of_its_smaller_side() -> None:
-    world = two_flows()
+    world = world_with_two_flows()
     for name in [name for name, m in world.members.items() if m.template == "p" and m.region == "near"][:1]:
         world.lose(name)
     assert far_share(world) == pytest.approx(2 / 4, abs=0.02)
@@ -347,9 +354,9 @@ def test_decode_replica_prefills_whole_requests_only_without_a_prefill_replica()
     for name, member in world.members.items():
         world.make_ready(name, max_running=1 if member.template == "p" else 0)
     world.tell(DEAD)
-    assert {tuple(regions(world, sent(world, 500))) for _ in range(4)} == {("near",)}
+    assert {tuple(segment_regions(world, send_request(world, 500))) for _ in range(4)} == {("near",)}
     world.lose(next(name for name, member in world.members.items() if member.template == "d"))
-    assert regions(world, sent(world, 500)) == ["far"]
+    assert segment_regions(world, send_request(world, 500)) == ["far"]
 
 
 @pytest.mark.parametrize(("home_pace", "rises"), [(1.0, True), (20.0, False)])
@@ -386,7 +393,7 @@ def test_threshold_changes_are_noted_with_their_reason() -> None:
 def test_prefill_load_counts_until_its_kv_transfer_ends_without_changing_pace() -> None:
     """Else a full link would let ever more of it pile up where it is computed."""
     world = build.world(LENGTHS)
-    run = sent(world, 4000)
+    run = send_request(world, 4000)
     far = world.brain.fleet.views[run.route.segments[0].replica]
     planned_s = far.facts.prefill_fixed_s + 4000 * far.facts.prefill_s_per_token  # type: ignore[union-attr]
     assert far.open_prefill_tokens == 4000

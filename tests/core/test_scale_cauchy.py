@@ -49,7 +49,7 @@ def plan(small: int = 2, large: int = 0) -> plans.Plan:
     return plan_of((SMALL, LARGE), {("small", "east"): small, ("large", "east"): large})
 
 
-def ask(
+def scaling_decisions(
     traffic: ModelTraffic,
     there: plans.Plan | None = None,
     regions: tuple[Region, ...] = REGIONS,
@@ -61,42 +61,44 @@ def ask(
     return tick, rule.why()
 
 
-def counts(decisions: tuple[ScaleDecision, ...]) -> dict[str, int]:
+def copies_by_template(decisions: tuple[ScaleDecision, ...]) -> dict[str, int]:
     return {decision.template: decision.copies for decision in decisions if isinstance(decision, Resize)}
 
 
 def test_cauchy_scaling_does_nothing_within_its_ratio_and_explains_it() -> None:
-    result, why = ask(traffic(18.0))
+    result, why = scaling_decisions(traffic(18.0))
     assert result == ()
     assert "18 requests/s and 0 queued need 18, served are 16" in why
 
 
 def test_cauchy_scaling_covers_a_deficit_with_the_cheapest_copies() -> None:
-    result, why = ask(
+    result, why = scaling_decisions(
         traffic(24.0)
     )  # 16 served of 24: 10 a second of full capacity are missing, one small is cheapest
-    assert counts(result) == {"small": 3}
+    assert copies_by_template(result) == {"small": 3}
     assert "starts 1 of small@east" in why
-    result, _ = ask(traffic(36.0))  # 25 missing: three small cost 3, one large as well and serves less
-    assert counts(result) in ({"small": 5}, {"large": 1})
+    result, _ = scaling_decisions(
+        traffic(36.0)
+    )  # 25 missing: three small cost 3, one large as well and serves less
+    assert copies_by_template(result) in ({"small": 5}, {"large": 1})
 
 
 def test_cauchy_scaling_uses_the_available_nodes_and_notes_their_lack() -> None:
     tight = (Region("east", (NodeOffer("n", 1.0, 3), NodeOffer("big", 3.0, 0))),)
-    result, why = ask(traffic(100.0), regions=tight)
-    assert counts(result) == {"small": 3}
+    result, why = scaling_decisions(traffic(100.0), regions=tight)
+    assert copies_by_template(result) == {"small": 3}
     assert "all that nodes allow" in why
-    result, why = ask(traffic(100.0), plan(3), tight)
+    result, why = scaling_decisions(traffic(100.0), plan(3), tight)
     assert result == ()
     assert "no nodes are free" in why
 
 
 def test_cauchy_scaling_removes_excess_copies_but_keeps_the_rate_with_its_noise() -> None:
-    result, _ = ask(traffic(10.0), plan(2, 2))  # 70 of capacity, 56 counted on
-    left = {"small": 2, "large": 2} | counts(result)
+    result, _ = scaling_decisions(traffic(10.0), plan(2, 2))  # 70 of capacity, 56 counted on
+    left = {"small": 2, "large": 2} | copies_by_template(result)
     after = (left["small"] * 10 + left["large"] * 25) * POLICY.headroom
     assert 10.0 < after < 56
-    result, why = ask(traffic(7.9), plan(2))  # one copy serves 8: too near
+    result, why = scaling_decisions(traffic(7.9), plan(2))  # one copy serves 8: too near
     assert result == ()
     assert "no copy is small enough" in why
 
@@ -105,8 +107,8 @@ def test_cauchy_scaling_removes_excess_copies_but_keeps_the_rate_with_its_noise(
 def test_cauchy_scale_down_keeps_capacity_above_the_rate_and_above_zero(
     small: int, large: int, rate: float
 ) -> None:
-    result, _ = ask(traffic(rate), plan(small, large))
-    left = {"small": small, "large": large} | counts(result)
+    result, _ = scaling_decisions(traffic(rate), plan(small, large))
+    left = {"small": small, "large": large} | copies_by_template(result)
     before, after = (c["small"] * 10 + c["large"] * 25 for c in ({"small": small, "large": large}, left))
     if after < before:
         assert after * POLICY.headroom >= rate
@@ -122,7 +124,7 @@ def test_cauchy_scaling_keeps_a_spare_copy_when_a_node_loss_must_be_survived(
     rule = CauchyScaling(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="node", survive_share=share)})
     tick = rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
     begin = {"small": small, "large": large}
-    left = begin | counts(tick)
+    left = begin | copies_by_template(tick)
 
     def without_one(copies: dict[str, int]) -> float:
         served = copies["small"] * 10 + copies["large"] * 25
@@ -137,7 +139,7 @@ def test_cauchy_scaling_keeps_a_spare_copy_when_a_node_loss_must_be_survived(
 
 def test_cauchy_scaling_leaves_a_fleet_with_a_spare_copy_unchanged() -> None:
     there, seen = plan(3), traffic(11.0)  # 24 served of 11, and 16 without one
-    assert counts(
+    assert copies_by_template(
         CauchyScaling(POLICY, REGIONS).on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
     ) == {"small": 2}
     rule = CauchyScaling(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="node")})
@@ -153,56 +155,62 @@ def _why(rule: CauchyScaling, there: plans.Plan, traffic: ModelTraffic) -> str:
 
 def test_cauchy_scaling_counts_queued_requests_as_demand() -> None:
     fleet = fleet_of(plan())
-    assert ask(traffic(10.0), fleet=fleet)[0] == ()
+    assert scaling_decisions(traffic(10.0), fleet=fleet)[0] == ()
     for view in fleet.views.values():
         view.status = ReplicaStatus(900, 5, 10**5, 10**5, 0, 100, 0.1)
-    result, why = ask(traffic(10.0), fleet=fleet)  # 1800 queued in a window of 120 s are 15 a second more
-    assert counts(result)["small"] > 2 or counts(result).get("large")
+    result, why = scaling_decisions(
+        traffic(10.0), fleet=fleet
+    )  # 1800 queued in a window of 120 s are 15 a second more
+    assert copies_by_template(result)["small"] > 2 or copies_by_template(result).get("large")
     assert "1800 queued" in why
-    assert counts(ask(traffic(10.0, held=1800))[0]) == counts(result)
+    assert copies_by_template(scaling_decisions(traffic(10.0, held=1800))[0]) == copies_by_template(result)
     fleet = fleet_of(plan(4))
     for view in fleet.views.values():
         view.status = ReplicaStatus(500, 5, 10**5, 10**5, 0, 100, 0.1)
-    assert ask(traffic(5.0), plan(4), fleet=fleet)[0] == ()  # few arrive, but nothing is taken from a backlog
+    assert (
+        scaling_decisions(traffic(5.0), plan(4), fleet=fleet)[0] == ()
+    )  # few arrive, but nothing is taken from a backlog
 
 
 def test_cauchy_scaling_removes_copies_when_no_request_attains_its_objective() -> None:
-    result, _ = ask(replace(traffic(5.0), attained=0), plan(4))
-    assert counts(result)["small"] < 4
+    result, _ = scaling_decisions(replace(traffic(5.0), attained=0), plan(4))
+    assert copies_by_template(result)["small"] < 4
 
 
 def test_cauchy_scaling_skips_and_names_templates_of_unknown_capacity() -> None:
     dull = plan_of((template("dull"),), {("dull", "east"): 2})
-    result, why = ask(traffic(100.0), dull)
+    result, why = scaling_decisions(traffic(100.0), dull)
     assert result == ()
     assert "capacity of dull is not known" in why
     both = plan_of((SMALL, template("dull")), {("small", "east"): 2, ("dull", "east"): 0})
-    assert counts(ask(traffic(100.0), both)[0]) == {"small": 10}  # the known one is, as far as nodes go
+    assert copies_by_template(scaling_decisions(traffic(100.0), both)[0]) == {
+        "small": 10
+    }  # the known one is, as far as nodes go
 
 
 def test_manually_added_copies_count_and_are_not_scaled() -> None:
     fleet = fleet_of(plan())
     fleet.add(plans.ReplicaSpec("x", "x", "large", 0, "homogeneous", "m", "mixed", "west"))
     fleet.ready("x")
-    assert ask(traffic(30.0), fleet=fleet)[0] == ()  # 45 of capacity: 36
-    result, _ = ask(traffic(0.0), fleet=fleet)
+    assert scaling_decisions(traffic(30.0), fleet=fleet)[0] == ()  # 45 of capacity: 36
+    result, _ = scaling_decisions(traffic(0.0), fleet=fleet)
     assert {item.region for item in result if isinstance(item, Resize)} == {"east"}
     fleet.add(plans.ReplicaSpec("y", "y", "strange", 0, "homogeneous", "m", "mixed", "west"))
-    assert "capacity of strange is not known" in ask(traffic(30.0), fleet=fleet)[1]
+    assert "capacity of strange is not known" in scaling_decisions(traffic(30.0), fleet=fleet)[1]
 
 
 def test_lost_copies_are_replaced_by_cauchy_scaling() -> None:
     fleet = fleet_of(plan(4))
     for replica in list(fleet.views)[:2]:
         fleet.remove(replica)
-    assert counts(ask(traffic(32.0), plan(4))[0]) == {}
-    assert counts(ask(traffic(32.0), plan(4), fleet=fleet)[0])["small"] >= 4
+    assert copies_by_template(scaling_decisions(traffic(32.0), plan(4))[0]) == {}
+    assert copies_by_template(scaling_decisions(traffic(32.0), plan(4), fleet=fleet)[0])["small"] >= 4
 
 
 def test_cauchy_scaling_removes_nothing_while_copies_start_or_drain() -> None:
     fleet = fleet_of(plan(4))
     fleet.add(plans.ReplicaSpec("s", "small@east#9", "small", 0, "homogeneous", "m", "mixed", "east"))
-    result, why = ask(traffic(5.0), plan(4), fleet=fleet)
+    result, why = scaling_decisions(traffic(5.0), plan(4), fleet=fleet)
     assert result == ()
     assert "waits for 1 copies" in why
 
@@ -228,11 +236,11 @@ def test_cauchy_scaling_decides_once_per_window_and_replans_when_the_rate_persis
 
 def test_cauchy_scaling_follows_a_jump_in_the_last_quarter_of_its_window() -> None:
     """The window's mean still has the time before the jump in it, and would start a part of what is needed."""
-    result, _ = ask(
+    result, _ = scaling_decisions(
         replace(traffic(20.0), recent_rate_per_s=40.0, recent_span_s=30.0, recent_error_per_s=1.2)
     )
-    assert counts(result) == {"small": 5}, "40 at a headroom of 0.8"
-    noisy, why = ask(
+    assert copies_by_template(result) == {"small": 5}, "40 at a headroom of 0.8"
+    noisy, why = scaling_decisions(
         replace(traffic(16.0), recent_rate_per_s=19.0, recent_span_s=30.0, recent_error_per_s=0.8)
     )
     assert noisy == (), why
@@ -243,10 +251,10 @@ def test_cauchy_scaling_sizes_prefill_and_decode_copies_separately() -> None:
         (template("pre", prefill=10.0, roles=("prefill",)), template("dec", decode=20.0, roles=("decode",))),
         {("pre", "east"): 2, ("dec", "east"): 1},
     )
-    result, _ = ask(traffic(30.0), apart)  # 37.5 of each are needed
-    assert counts(result) == {"pre": 4, "dec": 2}
-    result, _ = ask(traffic(2.0), apart)
-    assert counts(result) == {"pre": 1}  # the last of each stays
+    result, _ = scaling_decisions(traffic(30.0), apart)  # 37.5 of each are needed
+    assert copies_by_template(result) == {"pre": 4, "dec": 2}
+    result, _ = scaling_decisions(traffic(2.0), apart)
+    assert copies_by_template(result) == {"pre": 1}  # the last of each stays
 
 
 def test_copy_capacity_follows_the_observed_prompt_lengths() -> None:
@@ -256,14 +264,16 @@ def test_copy_capacity_follows_the_observed_prompt_lengths() -> None:
     there = plan_of((two,), {("small", "east"): 2}, lengths)
     assert rates_of(two, {0: 1.0, 1: 1.0}) == CopyRates(closed_per_s=pytest.approx(8.0))
     assert rates_of(two, {}) == CopyRates()
-    assert ask(traffic(20.0, prompt=500), there)[0] == ()  # 32 counted on, one copy would serve 16
-    assert counts(ask(traffic(20.0, prompt=5000), there)[0]) == {"small": 5}
+    assert (
+        scaling_decisions(traffic(20.0, prompt=500), there)[0] == ()
+    )  # 32 counted on, one copy would serve 16
+    assert copies_by_template(scaling_decisions(traffic(20.0, prompt=5000), there)[0]) == {"small": 5}
 
 
 # The cover
 
 
-def options() -> st.SearchStrategy[list[CopyOption]]:
+def cover_options() -> st.SearchStrategy[list[CopyOption]]:
     one = st.builds(
         lambda name, q, c, n: CopyOption((name, "r"), q, c, n),
         st.sampled_from("abcd"),
@@ -274,7 +284,7 @@ def options() -> st.SearchStrategy[list[CopyOption]]:
     return st.lists(one, min_size=1, max_size=4, unique_by=lambda o: o.key)
 
 
-@given(options(), st.integers(1, 14), st.integers(0, 6), st.integers(0, 6))
+@given(cover_options(), st.integers(1, 14), st.integers(0, 6), st.integers(0, 6))
 @settings(max_examples=80, deadline=None)
 def test_copy_cover_equals_the_cheapest_of_all_covers(
     each: list[CopyOption], deficit: int, n: int, k: int
@@ -303,7 +313,7 @@ def test_copy_cover_equals_the_cheapest_of_all_covers(
 TICK_S = 15.0
 
 
-def day(
+def simulate_day(
     rates: Sequence[float], unit: float, seed: int, burst: float = 1.0, hours: float = 4.0
 ) -> tuple[Counter[str], list[tuple[float, float]]]:
     """Decisions, and at each tick what copies serve and what queues, while the rate goes through `rates`. Copies
@@ -353,13 +363,13 @@ def test_cauchy_scaling_rarely_resizes_at_a_steady_rate(
 ) -> None:
     """Wherever a rate lies against the copies' capacity, few of 120 windows see a change. Algorithm 1 as printed,
     without the noise of the rate, changes something in up to 97 of them, or 114 in bursts."""
-    made, _ = day([rate], rate / fill, seed, burst)
+    made, _ = simulate_day([rate], rate / fill, seed, burst)
     assert made["Resize"] <= (8 if burst == 1.0 else 24), made
 
 
 @pytest.mark.parametrize("seed", range(1))
 def test_cauchy_scaling_follows_a_rate_that_changes(seed: int) -> None:
-    _, trail = day([2.0, 8.0, 2.0], 1.0, seed, hours=3.0)
+    _, trail = simulate_day([2.0, 8.0, 2.0], 1.0, seed, hours=3.0)
     hour = len(trail) // 3
     late, minutes = 10, int(60 / TICK_S)
     up = trail[hour + late * minutes : 2 * hour]
@@ -398,7 +408,7 @@ def split_plan(prefills: int = 2, decodes: int = 1, wholes: int = 2) -> plans.Pl
     return replace(plan_of(templates, counts, BUCKETS), shares=shares)
 
 
-def seen(rate_per_s: float, short_share: float = 0.75, **more: object) -> object:
+def mixed_traffic(rate_per_s: float, short_share: float = 0.75, **more: object) -> object:
     arrivals = round(rate_per_s * 120)
     short = round(arrivals * short_share)
     long = arrivals - short
@@ -406,29 +416,33 @@ def seen(rate_per_s: float, short_share: float = 0.75, **more: object) -> object
     return replace(traffic(rate_per_s), lengths=lengths, error_per_s=0.01, **more)
 
 
-def asked(rate_per_s: float, plan: plans.Plan, short_share: float = 0.75, **more: object) -> dict[str, int]:
+def decided_copies(
+    rate_per_s: float, plan: plans.Plan, short_share: float = 0.75, **more: object
+) -> dict[str, int]:
     rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS_PARTS)
-    tick = rule.on_tick(1000.0, observed(1000.0, seen(rate_per_s, short_share, **more)), fleet_of(plan), plan)
+    tick = rule.on_tick(
+        1000.0, observed(1000.0, mixed_traffic(rate_per_s, short_share, **more)), fleet_of(plan), plan
+    )
     return {item.template: item.copies for item in tick if isinstance(item, Resize)}
 
 
 def test_every_part_of_a_split_plan_grows_with_its_own_demand() -> None:
     """16 a second: 12 short ones need 12 / 4 / 0.8 prefills, 12 / 8 / 0.8 decodes; 4 long ones 4 / 1.25 / 0.8."""
-    assert asked(16.0, split_plan()) == {"prefill": 4, "decode": 2, "whole": 4}
+    assert decided_copies(16.0, split_plan()) == {"prefill": 4, "decode": 2, "whole": 4}
 
 
 def test_only_the_part_for_long_prompts_grows_with_longer_prompts() -> None:
-    assert asked(8.0, split_plan(2, 1, 2), short_share=0.25) == {"whole": 6}
+    assert decided_copies(8.0, split_plan(2, 1, 2), short_share=0.25) == {"whole": 6}
 
 
 def test_queue_in_one_part_does_not_add_copies_of_another_part() -> None:
-    result = asked(8.0, split_plan(1, 1, 2))
+    result = decided_copies(8.0, split_plan(1, 1, 2))
     assert result["prefill"] == 2
     assert "whole" not in result or result["whole"] <= 3
 
 
 def test_each_part_of_a_split_plan_shrinks_to_its_own_need_but_not_to_zero() -> None:
-    result = asked(2.0, split_plan(4, 3, 6))
+    result = decided_copies(2.0, split_plan(4, 3, 6))
     assert result == {"prefill": 1, "decode": 1, "whole": 1}
 
 
@@ -493,7 +507,7 @@ def plan_repertoire(*candidates: plans.Template, strategy: str = "auto") -> plan
     return replace(made, candidates=candidates, strategy=strategy)
 
 
-def resized(
+def resize_decisions(
     there: plans.Plan, rate_per_s: float, regions: tuple[Region, ...] = MARKET
 ) -> tuple[dict[tuple[str, str], int], str]:
     rule = CauchyScaling(Policy(scaling="cauchy"), regions)
@@ -503,14 +517,14 @@ def resized(
 
 def test_template_outside_the_plan_is_started_where_it_is_cheapest() -> None:
     """All nodes of the plan's own template are taken: 24 / 0.8 - 20 = 10 a second are missing."""
-    nothing, why = resized(plan_repertoire(), 24.0)
+    nothing, why = resize_decisions(plan_repertoire(), 24.0)
     assert nothing == {}
     assert "no nodes are free" in why
-    assert resized(plan_repertoire(OTHER, DEAR), 24.0)[0] == {("other", "west"): 1}
+    assert resize_decisions(plan_repertoire(OTHER, DEAR), 24.0)[0] == {("other", "west"): 1}
     # 75 missing: the three of the west, or two of them with a dear one on the others; the cheapest serves it all
-    result, _ = resized(plan_repertoire(OTHER, DEAR), 76.0)
+    result, _ = resize_decisions(plan_repertoire(OTHER, DEAR), 76.0)
     assert result == {("other", "west"): 3}
-    result, why = resized(plan_repertoire(OTHER), 500.0)
+    result, why = resize_decisions(plan_repertoire(OTHER), 500.0)
     assert result == {("other", "east"): 1, ("other", "west"): 3}
     assert "all that nodes allow" in why
 

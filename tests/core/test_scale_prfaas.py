@@ -39,7 +39,7 @@ CARGO = ModelFacts(kv_bytes_per_token=2e4, state_bytes=1e8)
 OUTPUT = 1000.0
 
 
-def local(count: int, prefills: int, facts: ReplicaFacts = SLOW) -> list[Flippable]:
+def local_replicas(count: int, prefills: int, facts: ReplicaFacts = SLOW) -> list[Flippable]:
     def one(place: int) -> Flippable:
         role: Role = "prefill" if place < prefills else "decode"
         rates = (prefill_per_s(facts, 20000), decode_per_s(facts, OUTPUT))
@@ -48,7 +48,7 @@ def local(count: int, prefills: int, facts: ReplicaFacts = SLOW) -> list[Flippab
     return [one(place) for place in range(count)]
 
 
-def site(remote: int, here: list[Flippable], gbps: float = 100.0) -> ClusterBalance:
+def cluster_balance(remote: int, here: list[Flippable], gbps: float = 100.0) -> ClusterBalance:
     return ClusterBalance(Counter({FAST: remote} if remote else {}), tuple(here), gbps * 1e9 / 8, CARGO)
 
 
@@ -86,7 +86,7 @@ def test_prfaas_optimum_equals_the_planner_model(remote: int, here: int, gbps: f
     tokens = np.array([item.mean_tokens for item in BINS])
     share = np.array([item.count for item in BINS]) / len(LENGTHS)
     best = planner.optimum(theirs, planner.Lengths(tokens, share))
-    rate, t, flips = best_split(site(remote, local(here, 1), gbps), BINS, most=here)
+    rate, t, flips = best_split(cluster_balance(remote, local_replicas(here, 1), gbps), BINS, most=here)
     assert rate == pytest.approx(best.rate_per_s, rel=1e-9)
     prefills = 1 + len(flips) - 2 * sum(role == "decode" for _, role in flips)
     assert prefills == best.prefill
@@ -106,9 +106,12 @@ def test_prfaas_thresholds_and_role_splits_equal_the_best_of_all(
 ) -> None:
     bins = window_of(lengths).lengths
     here = [
-        replace(local(1, int(place == 0), facts)[0], replica=f"l{place}") for place, facts in enumerate(kinds)
+        replace(local_replicas(1, int(place == 0), facts)[0], replica=f"l{place}")
+        for place, facts in enumerate(kinds)
     ]
-    place = site(remote, sorted(here, key=lambda each: -each.prefill_per_s / each.decode_per_s), gbps)
+    place = cluster_balance(
+        remote, sorted(here, key=lambda each: -each.prefill_per_s / each.decode_per_s), gbps
+    )
     tries = [0, *(item.high_tokens - 1 for item in bins), NEVER_TOKENS] if remote else [NEVER_TOKENS]
     now = [item.role == "decode" for item in place.local]
     rate, t = best_threshold(place, bins, now)
@@ -125,9 +128,12 @@ def test_prfaas_thresholds_and_role_splits_equal_the_best_of_all(
 
 
 def test_prfaas_role_split_keeps_both_roles_in_every_region() -> None:
-    near, far = local(4, 2), [replace(item, replica=f"x{item.replica}", region="far") for item in local(2, 1)]
+    near, far = (
+        local_replicas(4, 2),
+        [replace(item, replica=f"x{item.replica}", region="far") for item in local_replicas(2, 1)],
+    )
     both = sorted([*near, *far], key=lambda each: each.role == "decode")
-    _, _, flips = best_split(site(0, both), BINS, most=9)
+    _, _, flips = best_split(cluster_balance(0, both), BINS, most=9)
     assert flips
     roles = {item.replica: item.role for item in both} | dict(flips)
     assert {(item.region, roles[item.replica]) for item in both} == set(
@@ -136,10 +142,10 @@ def test_prfaas_role_split_keeps_both_roles_in_every_region() -> None:
 
 
 def test_prfaas_threshold_stays_local_on_a_dead_link_and_sends_only_the_longest_on_a_thin_one() -> None:
-    here, now = local(8, 3), [False] * 3 + [True] * 5
-    assert best_threshold(site(4, here, 0.0), BINS, now)[1] == NEVER_TOKENS
-    wide = best_threshold(site(4, here, 100.0), BINS, now)
-    thin = best_threshold(site(4, here, 3.0), BINS, now)
+    here, now = local_replicas(8, 3), [False] * 3 + [True] * 5
+    assert best_threshold(cluster_balance(4, here, 0.0), BINS, now)[1] == NEVER_TOKENS
+    wide = best_threshold(cluster_balance(4, here, 100.0), BINS, now)
+    thin = best_threshold(cluster_balance(4, here, 3.0), BINS, now)
     assert thin[0] < wide[0]
     assert NEVER_TOKENS > thin[1] > wide[1]
 
@@ -159,7 +165,7 @@ def plan(far: int = 4, pre: int = 3, dec: int = 5) -> Plan:
     return plan_of(TEMPLATES, {("far", "there"): far, ("pre", "here"): pre, ("dec", "here"): dec})
 
 
-def seen(scale: float = 1.0) -> ModelTraffic:
+def scaled_traffic(scale: float = 1.0) -> ModelTraffic:
     bins = window_of([max(1, int(length * scale)) for length in LENGTHS])
     sure = traffic(20.0, output=int(OUTPUT))
     return replace(
@@ -167,7 +173,7 @@ def seen(scale: float = 1.0) -> ModelTraffic:
     )
 
 
-def run(
+def run_rule(
     rule: PrfaasScaling,
     there: Plan,
     model_traffic: ModelTraffic,
@@ -190,22 +196,26 @@ FLEETS = {item: fleet_of(item) for item in (plan(), plan(4, 6, 2), plan(0))}
 
 def test_prfaas_threshold_moves_only_with_lengths_and_link_bandwidth() -> None:
     rule, there = PrfaasScaling(POLICY, FACTS), plan()
-    first = run(rule, there, seen(), 0, 600)
+    first = run_rule(rule, there, scaled_traffic(), 0, 600)
     assert [at_s for at_s, _ in first] == [120]
     assert isinstance(first[0][1], SetThreshold)
     assert "keeps" in rule.why()
-    (second,) = run(rule, there, seen(0.3), 600, 1200)
+    (second,) = run_rule(rule, there, scaled_traffic(0.3), 600, 1200)
     assert isinstance(second[1], SetThreshold)
     assert second[1].tokens < first[0][1].tokens  # shorter prompts: the same share crosses only if t falls
     slow = (LinkReported("there", "here", 0.9, 0.0, 0.5),)
-    (third,) = run(rule, there, seen(0.3), 1200, 1700, slow)
+    (third,) = run_rule(rule, there, scaled_traffic(0.3), 1200, 1700, slow)
     assert isinstance(third[1], SetThreshold)
     assert third[1].tokens > second[1].tokens
 
 
 def test_prfaas_scaling_keeps_the_planned_threshold_unless_another_is_better() -> None:
     """It begins where the plan has it, and does not move for what the lengths' noise could feign."""
-    best = best_threshold(site(4, local(8, 3)), BINS, [item.role == "decode" for item in local(8, 3)])[1]
+    best = best_threshold(
+        cluster_balance(4, local_replicas(8, 3)),
+        BINS,
+        [item.role == "decode" for item in local_replicas(8, 3)],
+    )[1]
     for cut, moves in ((best * 0.95, False), (best * 6.0, True)):
         buckets = [LengthBucket("m", 0, round(cut), 0.5), LengthBucket("m", 1, 10**6, 0.5)]
         flows = (PlannedFlow("m", 0, "here", "here", 0.5), PlannedFlow("m", 1, "there", "here", 0.5))
@@ -214,20 +224,22 @@ def test_prfaas_scaling_keeps_the_planned_threshold_unless_another_is_better() -
         there = replace(there, thresholds=thresholds_of(there))
         FLEETS[there] = fleet_of(there)
         rule = PrfaasScaling(POLICY, FACTS)
-        made = run(rule, there, seen(), 0, 600)
+        made = run_rule(rule, there, scaled_traffic(), 0, 600)
         assert bool(made) == moves
         assert moves or f"keeps {round(cut)} tokens" in rule.why()
 
 
 def test_prfaas_roles_change_only_on_the_long_timescale_and_restore_the_balance() -> None:
     rule, there = PrfaasScaling(POLICY, FACTS), plan(4, 6, 2)
-    made = run(rule, there, seen(), 0, 1800)
+    made = run_rule(rule, there, scaled_traffic(), 0, 1800)
     assert not any(isinstance(item, FlipRole) for _, item in made)
-    made = run(rule, there, seen(), 1800, 4000)
+    made = run_rule(rule, there, scaled_traffic(), 1800, 4000)
     flips = [item for _, item in made if isinstance(item, FlipRole)]
     assert {flip.role for flip in flips} == {"decode"}
     assert any(isinstance(item, SetThreshold) for _, item in made)
-    place = site(4, local(8, sum(v.role == "prefill" for v in FLEETS[there].views.values()) - 4))
+    place = cluster_balance(
+        4, local_replicas(8, sum(v.role == "prefill" for v in FLEETS[there].views.values()) - 4)
+    )
     now = [item.role == "decode" for item in place.local]
     assert best_threshold(place, BINS, now)[0] >= best_split(place, BINS, most=8)[0] / 1.1
 
@@ -239,16 +251,16 @@ def test_prfaas_scaling_explains_why_it_does_nothing() -> None:
     rule.on_tick(130.0, observed(130.0, traffic(0.1)), FLEETS[there], there)
     assert "fewer than 50 requests" in rule.why()
     untimed = PrfaasScaling(POLICY, replace(FACTS, replicas={("far", 0): FAST}))
-    assert run(untimed, there, seen(), 0, 300) == []
+    assert run_rule(untimed, there, scaled_traffic(), 0, 300) == []
     assert "no times are known of dec, pre" in untimed.why()
     alone = plan_of(TEMPLATES, {("dec", "here"): 2})
     FLEETS[alone] = fleet_of(alone)
-    assert run(rule, alone, seen(), 0, 300) == []
+    assert run_rule(rule, alone, scaled_traffic(), 0, 300) == []
     assert "no region both prefills and decodes" in rule.why()
 
 
 def test_prfaas_scaling_without_a_remote_region_sends_no_prompts() -> None:
-    made = run(PrfaasScaling(POLICY, FACTS), plan(0), seen(), 0, 600)
+    made = run_rule(PrfaasScaling(POLICY, FACTS), plan(0), scaled_traffic(), 0, 600)
     assert [item.tokens for _, item in made if isinstance(item, SetThreshold)] == [NEVER_TOKENS]
 
 
@@ -257,7 +269,10 @@ def test_kv_codec_lowers_the_prfaas_threshold() -> None:
     packed = replace(there, flows=(PlannedFlow("m", 0, "there", "here", 1.0, "int4"),))
     FLEETS[packed] = FLEETS[there]
     thin = (LinkReported("there", "here", 0.5, 0.0, 2.0),)
-    plain, small = (run(PrfaasScaling(POLICY, FACTS), item, seen(), 0, 200, thin) for item in (there, packed))
+    plain, small = (
+        run_rule(PrfaasScaling(POLICY, FACTS), item, scaled_traffic(), 0, 200, thin)
+        for item in (there, packed)
+    )
     assert isinstance(plain[0][1], SetThreshold)
     assert isinstance(small[0][1], SetThreshold)
     assert small[0][1].tokens < plain[0][1].tokens
@@ -265,9 +280,9 @@ def test_kv_codec_lowers_the_prfaas_threshold() -> None:
 
 def test_small_samples_do_not_move_the_prfaas_threshold() -> None:
     rule, there = PrfaasScaling(POLICY, FACTS), plan()
-    run(rule, there, seen(), 0, 200)
-    unsure = replace(seen(0.8), prompt_error_tokens=0.2 * seen().mean_prompt_tokens)
-    assert run(rule, there, unsure, 200, 600) == []
+    run_rule(rule, there, scaled_traffic(), 0, 200)
+    unsure = replace(scaled_traffic(0.8), prompt_error_tokens=0.2 * scaled_traffic().mean_prompt_tokens)
+    assert run_rule(rule, there, unsure, 200, 600) == []
 
 
 def test_prompt_lengths_are_split_within_bins() -> None:
@@ -282,7 +297,7 @@ def test_prompts_are_timed_by_the_prefill_curve_where_it_is_known() -> None:
     assert curved.prompt_s(1000) == pytest.approx(0.1 + 0.02 + 0.001)
     assert curved.prompt_s(1000, 400) == pytest.approx(curved.prompt_s(1000) - curved.prompt_s(400) + 0.1)
     assert FAST.prompt_s(1000, 400) == pytest.approx(0.2 + 600 * 5e-5)
-    here = tuple(local(8, 4))
+    here = tuple(local_replicas(8, 4))
     bent = ClusterBalance(Counter({curved: 2}), here, 1e12, CARGO)
     t = 20_000
     p, long, short = split_lengths(BINS, t)

@@ -31,7 +31,7 @@ def plan(rate: float = 10.0) -> Plan:
     return replace(bare, predictions=(Prediction("m", rate, 12.0, 0.1, 0.1, "measured"),))
 
 
-def asked(
+def replan_requests(
     rule: PeriodicReplan, from_s: int, to_s: int, *seen: ModelTraffic, there: Plan | None = None
 ) -> list[tuple[int, ScaleDecision]]:
     there = there or plan()
@@ -47,7 +47,7 @@ def asked(
 def test_replan_rule_asks_every_interval_while_rates_move_and_names_every_model() -> None:
     rule = PeriodicReplan(POLICY)
     quiet = traffic(0.0, model="o")
-    made = asked(rule, 0, 1000, traffic(20.0), quiet)
+    made = replan_requests(rule, 0, 1000, traffic(20.0), quiet)
     assert [at_s for at_s, _ in made] == [360]
     item = made[0][1]
     assert isinstance(item, AskReplan)
@@ -55,18 +55,18 @@ def test_replan_rule_asks_every_interval_while_rates_move_and_names_every_model(
     assert 20.0 * 1.04 < rates["m"] < 20.0 * 1.2
     assert 0 < rates["o"] < 0.1  # a model nobody asks for keeps a copy
     assert "requests for m rose from 10 to 20 a second" in item.reason
-    assert [at_s for at_s, _ in asked(rule, 1000, 1500, traffic(30.0), quiet)] == [1080]
+    assert [at_s for at_s, _ in replan_requests(rule, 1000, 1500, traffic(30.0), quiet)] == [1080]
 
 
 def test_replan_rule_skips_unchanged_rates_until_the_long_window_ends() -> None:
     rule = PeriodicReplan(POLICY)
-    made = asked(rule, 0, 4000, traffic(10.2))
+    made = replan_requests(rule, 0, 4000, traffic(10.2))
     assert [at_s for at_s, _ in made] == [1800, 3600]
     assert "prices and nodes" in made[0][1][-1]
     rule = PeriodicReplan(POLICY)
-    asked(rule, 0, 370, traffic(10.2))
+    replan_requests(rule, 0, 370, traffic(10.2))
     assert "no rate moved" in rule.why()
-    asked(rule, 370, 380, traffic(10.2))
+    replan_requests(rule, 370, 380, traffic(10.2))
     assert "looks again in 350 s" in rule.why()
 
 
@@ -90,23 +90,25 @@ def test_replan_rule_counts_missing_copies_and_queued_requests() -> None:
 
 def test_replan_rule_asks_for_changed_lengths_beyond_their_noise() -> None:
     rule = PeriodicReplan(POLICY)
-    assert asked(rule, 0, 370, traffic(10.0, prompt=1000, output=100)) == [], "lengths that are seen first"
+    assert replan_requests(rule, 0, 370, traffic(10.0, prompt=1000, output=100)) == [], (
+        "lengths that are seen first"
+    )
     noisy = traffic(10.0, prompt=1300, prompt_error_tokens=150.0)
-    assert asked(rule, 370, 730, noisy) == [], "within three deviations"
+    assert replan_requests(rule, 370, 730, noisy) == [], "within three deviations"
     few = traffic(10.0, prompt=3000, finished=LEAST_SEEN - 1)
-    assert asked(rule, 730, 1090, few) == [], "of too few answers"
-    ((_, item),) = asked(rule, 1090, 1450, traffic(10.0, prompt=1000, output=30))
+    assert replan_requests(rule, 730, 1090, few) == [], "of too few answers"
+    ((_, item),) = replan_requests(rule, 1090, 1450, traffic(10.0, prompt=1000, output=30))
     assert isinstance(item, AskReplan)
     assert item.reason == "answers of m fell from 100 to 30 tokens"
-    assert asked(rule, 1450, 1810, traffic(10.0, prompt=1000, output=30)) == [], "asked for already"
+    assert replan_requests(rule, 1450, 1810, traffic(10.0, prompt=1000, output=30)) == [], "asked for already"
 
 
 def test_replan_rule_does_not_scale_down_before_the_first_requests() -> None:
     rule = PeriodicReplan(Policy(scaling="replan", replan_s=10.0))
     nobody = traffic(0.0)
-    assert asked(rule, 0, 600, nobody) == []
-    assert asked(rule, 600, 700, traffic(1.0)) == [], "a window that is mostly of before"
-    assert asked(rule, 700, 900, traffic(1.0)) != []
+    assert replan_requests(rule, 0, 600, nobody) == []
+    assert replan_requests(rule, 600, 700, traffic(1.0)) == [], "a window that is mostly of before"
+    assert replan_requests(rule, 700, 900, traffic(1.0)) != []
 
 
 @pytest.mark.parametrize("rate", [0.3, 5.0])

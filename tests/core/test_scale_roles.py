@@ -41,7 +41,7 @@ def roles(fleet: FleetState) -> list[Role]:
     return [replica.role for replica in fleet.views.values()]
 
 
-def ask(
+def role_flips(
     rule: CopyRoles, fleet: FleetState, at_s: float, rate: float, output: int = OUTPUT, **more: float
 ) -> list[FlipRole]:
     tick = rule.on_tick(
@@ -54,29 +54,29 @@ def ask(
 
 def test_growing_answers_flip_a_prefill_replica_to_decode_and_back_when_calm() -> None:
     there, copy_roles = fleet(), rule()
-    assert ask(copy_roles, there, 0.0, 14.0) == [], "20 are served and 16 counted on"
-    result = ask(
+    assert role_flips(copy_roles, there, 0.0, 14.0) == [], "20 are served and 16 counted on"
+    result = role_flips(
         copy_roles, there, 20.0, 12.0, output=300
     )  # decode does 3.3 each: 6.7 with two, 10 with three
     assert [item.role for item in result] == ["decode"]
     assert sorted(roles(there)) == ["decode", "decode", "decode", "prefill"]
-    assert ask(copy_roles, there, 21.0, 12.0, output=300) == [], "that is the best there is"
+    assert role_flips(copy_roles, there, 21.0, 12.0, output=300) == [], "that is the best there is"
     # Answers are short again: the planned roles serve more at once, so it goes back without waiting.
-    assert [item.role for item in ask(copy_roles, there, 25.0, 12.0)] == ["prefill"]
+    assert [item.role for item in role_flips(copy_roles, there, 25.0, 12.0)] == ["prefill"]
     assert roles(there) == ["prefill", "prefill", "decode", "decode"]
 
 
 def test_flipped_roles_stay_until_load_has_been_low_for_the_calm_time() -> None:
     there, copy_roles = fleet(), rule()
-    assert ask(copy_roles, there, 0.0, 12.0, output=300)
+    assert role_flips(copy_roles, there, 0.0, 12.0, output=300)
     for at_s in (40.0, 60.0, 40.0 + CALM_S - 1):
-        assert ask(copy_roles, there, at_s, 2.0, output=300) == []
-    assert ask(copy_roles, there, 90.0, 12.0, output=300) == [], (
+        assert role_flips(copy_roles, there, at_s, 2.0, output=300) == []
+    assert role_flips(copy_roles, there, 90.0, 12.0, output=300) == [], (
         "busy for a moment: it counts from the beginning"
     )
     for at_s in (100.0, 120.0, 100.0 + CALM_S - 1):
-        assert ask(copy_roles, there, at_s, 2.0, output=300) == []
-    assert len(ask(copy_roles, there, 100.0 + CALM_S, 2.0, output=300)) == 1
+        assert role_flips(copy_roles, there, at_s, 2.0, output=300) == []
+    assert len(role_flips(copy_roles, there, 100.0 + CALM_S, 2.0, output=300)) == 1
     assert roles(there) == ["prefill", "prefill", "decode", "decode"]
 
 
@@ -85,36 +85,36 @@ def test_lost_copy_replica_is_compensated_by_a_flip_until_it_returns() -> None:
     gone = list(there.views)[:2]
     for name in gone:
         there.remove(name)
-    assert [item.role for item in ask(copy_roles, there, 0.0, 6.0)] == ["prefill"]
+    assert [item.role for item in role_flips(copy_roles, there, 0.0, 6.0)] == ["prefill"]
     assert sorted(roles(there)) == ["decode", "prefill"]
     one = next(replica for replica in there.views.values() if replica.role == "decode")
     there.remove(one.member.id)
-    result = ask(copy_roles, there, 5.0, 6.0)
+    result = role_flips(copy_roles, there, 5.0, 6.0)
     assert [item.role for item in result] == ["mixed"], "less than HOLD_S later, as there are fewer now"
     for place in range(len(gone)):
         there.add(replace(one.member, id=f"new{place}", index=place, role="prefill"))
         there.views[f"new{place}"].facts = FACTS
         there.ready(f"new{place}")
-    result = ask(copy_roles, there, 6.0, 6.0)
+    result = role_flips(copy_roles, there, 6.0, 6.0)
     assert [item.role for item in result] == ["decode"], "what is left is what was planned"
     assert sorted(roles(there)) == ["decode", "prefill", "prefill"]
 
 
 def test_roles_do_not_flip_for_small_gains_sufficient_capacity_or_within_the_hold_time() -> None:
     there, copy_roles = fleet(), rule()
-    assert ask(copy_roles, there, 0.0, 5.0, output=300) == [], "5.3 are counted on"
+    assert role_flips(copy_roles, there, 0.0, 5.0, output=300) == [], "5.3 are counted on"
     next(iter(there.views.values())).pace = 1.05
-    assert ask(copy_roles, there, 0.0, 100.0) == [], "no other roles serve a tenth more"
-    assert ask(copy_roles, there, 0.0, 12.0, output=300)
-    assert ask(copy_roles, there, 5.0, 12.0), "back, as answers are short"
-    assert ask(copy_roles, there, 5.0 + HOLD_S - 1, 12.0, output=300) == []
-    assert ask(copy_roles, there, 5.0 + HOLD_S, 12.0, output=300)
+    assert role_flips(copy_roles, there, 0.0, 100.0) == [], "no other roles serve a tenth more"
+    assert role_flips(copy_roles, there, 0.0, 12.0, output=300)
+    assert role_flips(copy_roles, there, 5.0, 12.0), "back, as answers are short"
+    assert role_flips(copy_roles, there, 5.0 + HOLD_S - 1, 12.0, output=300) == []
+    assert role_flips(copy_roles, there, 5.0 + HOLD_S, 12.0, output=300)
 
 
 def test_queued_requests_count_as_demand_for_role_flips() -> None:
     there, copy_roles = fleet(), rule()
-    assert ask(copy_roles, there, 0.0, 4.0, output=300) == []
-    assert ask(copy_roles, there, 1.0, 4.0, output=300, held=500)
+    assert role_flips(copy_roles, there, 0.0, 4.0, output=300) == []
+    assert role_flips(copy_roles, there, 1.0, 4.0, output=300, held=500)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -42,7 +42,7 @@ def replica(
     return Flippable(name, region, role, load, prefill, decode, TIMED)
 
 
-def served(replicas: list[Flippable], flips: dict[str, Role]) -> float:
+def served_per_s(replicas: list[Flippable], flips: dict[str, Role]) -> float:
     roles = {item.replica: flips.get(item.replica, item.role) for item in replicas}
     prefill = sum(item.prefill_per_s for item in replicas if roles[item.replica] == "prefill")
     return min(prefill, sum(item.decode_per_s for item in replicas if roles[item.replica] == "decode"))
@@ -61,13 +61,16 @@ def fleets(alike: bool) -> st.SearchStrategy[list[Flippable]]:
 @given(fleets(alike=True))
 def test_flips_of_equal_replicas_reach_the_best_split(replicas: list[Flippable]) -> None:
     if len({item.role for item in replicas}) < 2:
-        assert best_flips(replicas, 9, 0.0) == [] or served(replicas, dict(best_flips(replicas, 9, 0.0))) > 0
+        assert (
+            best_flips(replicas, 9, 0.0) == []
+            or served_per_s(replicas, dict(best_flips(replicas, 9, 0.0))) > 0
+        )
         return
     best = max(
-        served(replicas, dict(zip([item.replica for item in replicas], roles, strict=True)))
+        served_per_s(replicas, dict(zip([item.replica for item in replicas], roles, strict=True)))
         for roles in product(("prefill", "decode"), repeat=len(replicas))
     )
-    assert served(replicas, dict(best_flips(replicas, 9, 1e-9))) == pytest.approx(best)
+    assert served_per_s(replicas, dict(best_flips(replicas, 9, 1e-9))) == pytest.approx(best)
 
 
 @given(fleets(alike=False))
@@ -75,9 +78,9 @@ def test_every_flip_of_different_replicas_gains_and_keeps_both_roles(replicas: l
     flips = best_flips(replicas)
     assert len(flips) <= MAX_FLIPS
     assert len({name for name, _ in flips}) == len(flips)
-    before = served(replicas, {})
+    before = served_per_s(replicas, {})
     for count in range(1, len(flips) + 1):
-        after = served(replicas, dict(flips[:count]))
+        after = served_per_s(replicas, dict(flips[:count]))
         assert after >= before * (1 + LEAST_GAIN) * (1 - 1e-9)
         before = after
     if {item.role for item in replicas} == {"prefill", "decode"}:
@@ -85,7 +88,8 @@ def test_every_flip_of_different_replicas_gains_and_keeps_both_roles(replicas: l
         assert roles == {"prefill", "decode"}
     if not flips and before > 0:
         single = [
-            served(replicas, {r.replica: "decode" if r.role == "prefill" else "prefill"}) for r in replicas
+            served_per_s(replicas, {r.replica: "decode" if r.role == "prefill" else "prefill"})
+            for r in replicas
         ]
         assert max(single) <= before * (1 + LEAST_GAIN) + 1e-9
 
@@ -100,7 +104,7 @@ def test_last_replica_of_a_role_in_a_region_stays_and_ties_go_to_the_least_loade
     assert best_flips(there, 1, 0.0) == [("d", "prefill")]
 
 
-def settled(
+def run_rule(
     rule: ShiftFlips, fleet: FleetState, there: Plan, traffic: ModelTraffic, until_s: float
 ) -> list[ScaleDecision]:
     scale_decisions: list[ScaleDecision] = []
@@ -117,16 +121,16 @@ def test_shift_to_long_answers_flips_prefill_replicas_to_decode() -> None:
     there = plan(4, 4)
     fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
     even = traffic(20.0, prompt=1000, output=70)  # 9.1 prompts a second each, 22.9 answers
-    first = settled(rule, fleet, there, even, 600)
+    first = run_rule(rule, fleet, there, even, 600)
     assert all(isinstance(item, FlipRole) and item.role == "prefill" for item in first)
-    assert settled(rule, fleet, there, even, 600) == []
+    assert run_rule(rule, fleet, there, even, 600) == []
     long = traffic(20.0, prompt=1000, output=700)
-    second = settled(rule, fleet, there, long, 600)
+    second = run_rule(rule, fleet, there, long, 600)
     assert second
     assert all(isinstance(item, FlipRole) and item.role == "decode" for item in second)
     assert "answers rose from 70 to 700" in second[0].reason
     assert len(second) <= MAX_FLIPS
-    assert settled(rule, fleet, there, long, 2000) == []
+    assert run_rule(rule, fleet, there, long, 2000) == []
     roles = [view.role for view in fleet.views.values()]
     best = max(min(p / 0.11, (8 - p) * 32 / 14) for p in range(1, 8))
     p = roles.count("prefill")
@@ -140,16 +144,16 @@ def test_shift_rule_explains_why_nothing_flips() -> None:
     rule.on_tick(0.0, observed(0.0), fleet, there)
     assert "has not seen a window of requests" in rule.why()
     nobody = ShiftFlips(POLICY, FleetFacts(models={}, replicas={}))
-    assert settled(nobody, fleet, there, traffic(20.0), 300) == []
+    assert run_rule(nobody, fleet, there, traffic(20.0), 300) == []
     assert "no times are known of dec, pre" in nobody.why()
     combos = plan_of(TEMPLATES, {("combo", "east"): 2})
-    assert settled(rule, fleet_of(combos), combos, traffic(20.0), 300) == []
+    assert run_rule(rule, fleet_of(combos), combos, traffic(20.0), 300) == []
     assert "no replica prefills or decodes alone" in rule.why()
     balanced = traffic(20.0, prompt=1000, output=176)  # 0.11 s of prefill, 32 / (0.02 * 176) = 9.1
-    assert settled(rule, fleet, there, balanced, 300) == []
+    assert run_rule(rule, fleet, there, balanced, 300) == []
     assert "stays within 20%" in rule.why()
-    assert settled(rule, fleet, there, replace(balanced, mean_prompt_tokens=1210.0), 300) == []
-    assert settled(ShiftFlips(POLICY, FACTS), fleet, there, balanced, 130) == []
+    assert run_rule(rule, fleet, there, replace(balanced, mean_prompt_tokens=1210.0), 300) == []
+    assert run_rule(ShiftFlips(POLICY, FACTS), fleet, there, balanced, 130) == []
 
 
 def test_shift_rule_ignores_gains_below_a_tenth_and_noisy_means() -> None:
@@ -160,8 +164,8 @@ def test_shift_rule_ignores_gains_below_a_tenth_and_noisy_means() -> None:
     for error, moves in ((0.0, True), (200.0, False)):
         fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
         base = replace(traffic(20.0, prompt=1000, output=176), prompt_error_tokens=error)
-        assert settled(rule, fleet, there, base, 300) == []
-        result = settled(rule, fleet, there, replace(base, mean_prompt_tokens=1800.0), 300)
+        assert run_rule(rule, fleet, there, base, 300) == []
+        result = run_rule(rule, fleet, there, replace(base, mean_prompt_tokens=1800.0), 300)
         assert bool(result) is moves
 
 
@@ -169,10 +173,10 @@ def test_shift_rule_reconsiders_roles_after_a_lost_replica() -> None:
     there = plan(3, 3)
     fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
     balanced = traffic(20.0, prompt=1000, output=176)
-    assert settled(rule, fleet, there, balanced, 300) == []
+    assert run_rule(rule, fleet, there, balanced, 300) == []
     for name in [name for name, view in fleet.views.items() if view.role == "prefill"][:2]:
         fleet.remove(name)
-    result = settled(rule, fleet, there, balanced, 300)
+    result = run_rule(rule, fleet, there, balanced, 300)
     assert [item.role for item in result if isinstance(item, FlipRole)] == ["prefill"]
     assert "4 replicas instead of 6" in result[0].reason
 
@@ -180,7 +184,7 @@ def test_shift_rule_reconsiders_roles_after_a_lost_replica() -> None:
 def test_flip_back_within_an_hour_needs_a_larger_gain() -> None:
     there = plan(4, 4)
     fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
-    assert settled(rule, fleet, there, traffic(20.0, prompt=1000, output=70), 600)  # to prefill
+    assert run_rule(rule, fleet, there, traffic(20.0, prompt=1000, output=70), 600)  # to prefill
     pool = [replica("a", "prefill", 10, 10), replica("b", "prefill", 2, 2), replica("c", "decode", 1, 9)]
     assert best_flips(pool) == [("b", "decode")]  # 10 instead of 9
     assert best_flips(pool, back="prefill") == [("b", "decode")]

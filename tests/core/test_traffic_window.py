@@ -23,7 +23,7 @@ def request(tokens: int, model: str = "m", at_s: float = 0.0) -> Request:
     return Request("r", model, at_s, tokens, 1)
 
 
-def seen(window: TrafficWindow, at_s: float, model: str = "m") -> ModelTraffic:
+def observed_model(window: TrafficWindow, at_s: float, model: str = "m") -> ModelTraffic:
     model_traffic = window.observed(at_s).of(model)
     assert model_traffic is not None
     return model_traffic
@@ -41,7 +41,7 @@ def test_traffic_window_counts_and_means_equal_a_recount_of_its_slots(
     slot_s = window_s / SLOTS
     number = int(at_s / slot_s)
     inside = [tokens for t, tokens in all_ if int(t / slot_s) >= number - SLOTS]
-    got = seen(window, at_s)
+    got = observed_model(window, at_s)
     assert got.arrivals == len(inside)
     assert got.mean_prompt_tokens == pytest.approx(fmean(inside))
     assert sum(length.count for length in got.lengths) == len(inside)
@@ -58,7 +58,7 @@ def test_length_bins_are_narrow_and_hold_their_prompts(lengths: list[int]) -> No
     window = TrafficWindow()
     for tokens in lengths:
         window.arrived(0.0, request(tokens))
-    bins = seen(window, 0.0).lengths
+    bins = observed_model(window, 0.0).lengths
     assert all(a.high_tokens <= b.low_tokens for a, b in pairwise(bins))
     for item in bins:
         assert item.low_tokens <= item.mean_tokens < item.high_tokens
@@ -71,7 +71,7 @@ def test_bucket_shares_sum_to_one_within_one_bin_of_error(lengths: list[int], ed
     window = TrafficWindow()
     for tokens in lengths:
         window.arrived(0.0, request(tokens))
-    got, edges = seen(window, 0.0), sorted(edges)
+    got, edges = observed_model(window, 0.0), sorted(edges)
     shares = got.bucket_shares(edges)
     assert sum(shares) == pytest.approx(1.0)
     exact = [0] * len(edges)
@@ -94,7 +94,7 @@ def test_rate_error_equals_the_poisson_deviation_and_grows_with_bursts() -> None
         while at_s < 1200.0:
             at_s += chance.expovariate(5.0)
             window.arrived(at_s, request(10))
-        got = seen(window, at_s)
+        got = observed_model(window, at_s)
         errors.append(got.error_per_s)
         rates.append(got.rate_per_s)
     assert fmean(errors) == pytest.approx(sqrt(5.0 / 122.5), rel=0.25)
@@ -103,7 +103,7 @@ def test_rate_error_equals_the_poisson_deviation_and_grows_with_bursts() -> None
     for slot in range(48):
         for _ in range(50 if slot // 6 % 2 else 0):
             window.arrived(slot * 5.0 + 1.0, request(10))
-    bursty = seen(window, 240.0)
+    bursty = observed_model(window, 240.0)
     assert bursty.error_per_s > 3 * sqrt(bursty.arrivals) / bursty.span_s
 
 
@@ -112,32 +112,32 @@ def test_attainment_counts_ends_within_the_objective_and_refusals_as_missed() ->
     for ttft_s, tpot_s in ((0.5, 0.05), (2.0, 0.05), (0.5, 0.2), (1.0, 0.1)):
         window.finished(1.0, "m", 100, ttft_s, tpot_s)
     window.refused(1.0, "m")
-    got = seen(window, 2.0)
+    got = observed_model(window, 2.0)
     assert (got.finished, got.attained, got.refused, got.mean_output_tokens) == (4, 2, 1, 100.0)
     assert got.attainment == pytest.approx(2 / 5)
     window.finished(1.0, "other", 7)
-    assert seen(window, 2.0, "other").attained == 1
+    assert observed_model(window, 2.0, "other").attained == 1
 
 
 def test_answer_beyond_its_e2e_objective_is_not_attained() -> None:
     window = TrafficWindow(120.0, slos={"m": Slo(1.0, 0.1, e2e_s=5.5)})
     for output_tokens in (51, 52):  # the first token after 0.5 s, then 0.1 s each
         window.finished(1.0, "m", output_tokens, 0.5, 0.1)
-    assert seen(window, 2.0).attained == 1
+    assert observed_model(window, 2.0).attained == 1
 
 
 def test_mean_output_length_is_kept_beyond_the_short_window() -> None:
     window = TrafficWindow(120.0, 1800.0)
     window.finished(1.0, "m", 100)
-    assert seen(window, 600.0).mean_output_tokens == 100.0
-    assert seen(window, 600.0).finished == 0
-    assert seen(window, 4000.0).mean_output_tokens == 0.0
+    assert observed_model(window, 600.0).mean_output_tokens == 100.0
+    assert observed_model(window, 600.0).finished == 0
+    assert observed_model(window, 4000.0).mean_output_tokens == 0.0
 
 
 def test_watched_model_without_requests_has_a_rate_of_zero() -> None:
     window = TrafficWindow(120.0)
     window.watch(0.0, "m")
-    got = seen(window, 60.0)
+    got = observed_model(window, 60.0)
     assert (got.arrivals, got.rate_per_s, got.span_s) == (0, 0.0, 60.0)
     assert got.attainment == 1.0
     assert got.bucket_shares([10, 20]) == [0.0, 0.0]
@@ -150,7 +150,7 @@ def test_errors_of_mean_lengths_equal_the_sample_errors() -> None:
     for tokens in prompts:
         window.arrived(1.0, request(tokens))
         window.finished(1.0, "m", tokens)
-    got = seen(window, 2.0)
+    got = observed_model(window, 2.0)
     assert got.output_error_tokens == pytest.approx(pstdev(prompts) / 20)
     assert got.prompt_error_tokens == pytest.approx(pstdev(prompts) / 20, rel=0.02)
 
@@ -172,7 +172,7 @@ def test_late_arrival_event_counts_at_the_current_time() -> None:
     window = TrafficWindow(24.0)
     window.arrived(100.0, request(5))
     window.arrived(90.0, request(5))
-    assert seen(window, 100.0).arrivals == 2
+    assert observed_model(window, 100.0).arrivals == 2
 
 
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=50))
@@ -193,9 +193,9 @@ def test_rate_jump_exceeds_the_estimated_rate_error() -> None:
     while at_s < 960.0:
         at_s += chance.expovariate(2.0 if at_s < 900.0 else 6.0)
         window.arrived(at_s, request(10))
-    got = seen(window, at_s)
+    got = observed_model(window, at_s)
     assert got.rate_per_s - 2.0 > 3 * got.error_per_s
     while at_s < 1800.0:
         at_s += chance.expovariate(6.0)
         window.arrived(at_s, request(10))
-    assert seen(window, at_s).error_per_s < 1.5 * sqrt(6.0 / 122.5)
+    assert observed_model(window, at_s).error_per_s < 1.5 * sqrt(6.0 / 122.5)

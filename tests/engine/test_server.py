@@ -16,7 +16,7 @@ from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.state.events import CacheReported
 from potluck.engine.server.http_connection import RequestLimits
-from potluck.kv import prefix_pool as feeds
+from potluck.kv import prefix_pool
 from potluck.kv.handles import new_handle
 
 TOKENS, OUTPUT = prompt(90), 10
@@ -342,7 +342,7 @@ def read(answer: dict[str, Any], replica: str) -> list[CacheReported]:
 async def test_prefix_index_follows_the_cache_reports_of_an_engine(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "MOST_REPORTS", 2)
+    monkeypatch.setattr(prefix_pool, "MOST_REPORTS", 2)
 
     index, quick, seen = PrefixIndex(), PrefixIndex(), 0
     service = make_service(kind)

@@ -21,7 +21,7 @@ from potluck.cli.fleet.keys import keys
 from potluck.core.errors import InputError
 from potluck.core.state.actions import Run
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
-from potluck.gateway.admin import families as known
+from potluck.gateway.admin import families
 from potluck.gateway.admin.app import AdminContext, build_admin
 from potluck.gateway.admin.counters import MOST_SERIES, Counters
 from potluck.gateway.admin.families import FAMILIES
@@ -73,7 +73,7 @@ def values(text: bytes) -> dict[str, float]:
 def test_metrics_have_vllm_compatible_names_and_values() -> None:
     now_s = [0.0]
     counters = Counters()
-    metrics = GatewayMetrics(counters, Fleet(), lambda: {known.KEYS: 7.0}, clock=lambda: now_s[0])
+    metrics = GatewayMetrics(counters, Fleet(), lambda: {families.KEYS: 7.0}, clock=lambda: now_s[0])
     metrics.look()
     counters.came()
     counters.gaps("m")(0.03)
@@ -101,7 +101,7 @@ def test_metrics_have_vllm_compatible_names_and_values() -> None:
     assert result["potluck_keys"] == 7
     assert result["potluck_open_requests"] == 0
     counters.answered(TOLD._replace(choices=2, output_tokens=22))
-    assert counters.seen(known.TPOT)["m",].total == pytest.approx(0.4), "each of two had 11"
+    assert counters.seen(families.TPOT)["m",].total == pytest.approx(0.4), "each of two had 11"
 
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
@@ -142,17 +142,17 @@ def run(route: Route, attempt: int = 0, prompt: int = 10) -> Run:
 def test_route_kind_is_counted_by_its_segments(kind: str, told: Run) -> None:
     counters = Counters(region_of=lambda replica: "west" if replica == "far" else "east")
     counters.routed("m", told)
-    assert counters.counted(known.ROUTES) == {("m", kind): 1}
-    assert counters.counted(known.RETRIES) == ({("m",): 1} if told.attempt else {})
+    assert counters.counted(families.ROUTES) == {("m", kind): 1}
+    assert counters.counted(families.RETRIES) == ({("m",): 1} if told.attempt else {})
 
 
 def test_metric_label_values_are_bounded() -> None:
     counters = Counters()
     for number in range(MOST_SERIES + 50):
         counters.answered(TOLD._replace(tenant=f"t{number}"))
-    assert len(counters.counted(known.TENANT_REQUESTS)) == MOST_SERIES + 1
-    assert sum(counters.counted(known.TENANT_REQUESTS).values()) == MOST_SERIES + 50
-    assert len(counters.seen(known.TENANT_TTFT)) == MOST_SERIES + 1
+    assert len(counters.counted(families.TENANT_REQUESTS)) == MOST_SERIES + 1
+    assert sum(counters.counted(families.TENANT_REQUESTS).values()) == MOST_SERIES + 50
+    assert len(counters.seen(families.TENANT_TTFT)) == MOST_SERIES + 1
 
 
 @given(
@@ -261,8 +261,8 @@ def test_request_outcomes_segments_and_kv_bytes_are_counted() -> None:
     counters.decided("start r3", "the queue grows")
     counters.answered(TOLD)
     assert request_outcomes == [TOLD]
-    assert counters.counted(known.KV_BYTES) == {("a", "b", "int8"): 1000}
-    assert counters.counted(known.SEGMENT_TOKENS) == {("a", "prompt"): 50, ("a", "output"): 4}
+    assert counters.counted(families.KV_BYTES) == {("a", "b", "int8"): 1000}
+    assert counters.counted(families.SEGMENT_TOKENS) == {("a", "prompt"): 50, ("a", "output"): 4}
 
 
 def test_keys_new_command_makes_a_key_that_authenticates(tmp_path: Path) -> None:
