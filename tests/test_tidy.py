@@ -168,7 +168,7 @@ TEST_RULES: list[Rule] = [swallowed_errors, unfinished, unsafe]
 
 
 def rules_for(name: str) -> list[Rule]:
-    rules = SHIPPED_RULES if name.startswith(("src/", "benchmarks/")) else TEST_RULES
+    rules = SHIPPED_RULES if name.startswith(("src/", "benchmarks/", "lab/")) else TEST_RULES
     return rules if may_print(name) else [*rules, prints]
 
 
