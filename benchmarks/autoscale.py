@@ -79,7 +79,7 @@ def planner(factory: TemplateFactory, strategy: str) -> Callable[[float], Plan]:
     base = factory.problem
 
     def plan(rate_per_s: float) -> Plan:
-        mine = replace(factory, problem=scaled(base, {NAME: rate_per_s / base.asks[0].rate_per_s}))
+        mine = replace(factory, problem=scaled(base, {NAME: rate_per_s / base.demands[0].rate_per_s}))
         return STRATEGIES[strategy](mine, SolveSettings(time_limit_s=5.0)).plan
 
     return plan

@@ -27,7 +27,7 @@ from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.current_problem import with_candidates
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.plan.strategies.template_factory import allocated
+from potluck.plan.strategies.template_factory import solve_over
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, workload
@@ -92,11 +92,11 @@ def out(strategy: str) -> dict[str, float]:
 def combos_of(copies: int, rate_per_s: float) -> tuple[PlanningProblem, Plan]:
     """So many combos of three H20, whatever a strategy would have chosen."""
     problem = the_problem(rate_per_s, 16, NEWS, NEWS_SLO)
-    made = {combo.name: combo for combo in TemplateFactory(problem).combos(problem.asks[0])}
+    made = {combo.name: combo for combo in TemplateFactory(problem).combos(problem.demands[0])}
     chosen = (Deployment("m: combo 2 1xH20 -> 1 1xH20", "cluster", copies),)
     templates = {"m": [made[chosen[0].template]]}
     pinned = SolveSettings(time_limit_s=5, pins=chosen)
-    return problem, allocated(TemplateFactory(problem), pinned, "cauchy", templates).plan
+    return problem, solve_over(TemplateFactory(problem), pinned, "cauchy", templates).plan
 
 
 def roles() -> dict[str, float]:

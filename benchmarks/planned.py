@@ -33,7 +33,7 @@ from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan
 from potluck.plan.problem import CODECS
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.plan.strategies.template_factory import PlanOutcome, allocated
+from potluck.plan.strategies.template_factory import PlanOutcome, solve_over
 from potluck.sim.load.workload import Workload, at_rate, of_traffic
 from potluck.sim.results import plan_comparison as comparison
 from potluck.sim.run import simulate
@@ -47,8 +47,8 @@ PARTS = {"served": "served", "attainment": "attained", "busy": "busy", "link": "
 
 
 def aggregated(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    templates = {demand.name: factory.aggregated(demand) for demand in factory.problem.asks}
-    return allocated(factory, settings, "aggregated", templates)
+    templates = {demand.name: factory.aggregated(demand) for demand in factory.problem.demands}
+    return solve_over(factory, settings, "aggregated", templates)
 
 
 PLANNERS = {**STRATEGIES, "aggregated": aggregated}

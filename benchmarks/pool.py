@@ -26,7 +26,7 @@ from potluck.plan.search.tabu import SearchLimits, search
 from potluck.plan.search.tabu import SearchSettings as Searching
 from potluck.plan.search.workload import workload_of
 from potluck.plan.strategies import SolveSettings, TemplateFactory
-from potluck.plan.strategies.template_factory import allocated
+from potluck.plan.strategies.template_factory import solve_over
 from potluck.plan.timing.named_machines import region_pool
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
@@ -50,14 +50,14 @@ CHAT, CODE = (1155, 211), (2000, 28)  # Mean prompts and answers of the Azure tr
 def planned() -> ResolvedPlan:
     spec = read_spec(ROOT / "examples" / "pool.yaml")
     problem = load_problem(spec, 0.8, None, (), 0.0)
-    demand, pool = problem.asks[0], region_pool(problem, problem.regions[0].name)
+    demand, pool = problem.demands[0], region_pool(problem, problem.regions[0].name)
     assert pool is not None
     work = workload_of(demand, problem.codecs[-1], problem.headroom)
     # A walk that is counted, not timed: the same plan on every machine.
     limits = SearchLimits(walks=2, steps=STEPS, time_limit_s=600.0)
     result = search(pool, work, Searching(phases=("prefill", "decode"), limits=limits))
     templates = {demand.name: to_templates(problem, demand, pool, result)}
-    plan = allocated(TemplateFactory(problem), SolveSettings(20.0), "thunderserve", templates).plan
+    plan = solve_over(TemplateFactory(problem), SolveSettings(20.0), "thunderserve", templates).plan
     return scene_of(SimulationInputs(spec, problem, plan))
 
 

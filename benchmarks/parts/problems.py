@@ -38,8 +38,8 @@ def resolved(
     problem: PlanningProblem, plan: Plan, mean_tokens: Mapping[str, tuple[float, float]], **more: Any
 ) -> ResolvedPlan:
     models, slos = (
-        {demand.name: demand.model for demand in problem.asks},
-        {demand.name: demand.slo for demand in problem.asks},
+        {demand.name: demand.model for demand in problem.demands},
+        {demand.name: demand.slo for demand in problem.demands},
     )
     regions = more.pop("regions", problem.regions)
     return ResolvedPlan(plan, models, problem.by_name, regions, (), slos, mean_tokens, **more)

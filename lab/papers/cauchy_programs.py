@@ -115,7 +115,7 @@ def profile(load: Load, effort: Effort = PROFILING) -> Goodputs:
 def model_goodputs(load: Load) -> Goodputs:
     """The same of the planner's performance model, with the share of time that it plans with."""
     planning = planning_problem(load, RATES_PER_S[load.name])
-    factory, demand = TemplateFactory(planning), planning.asks[0]
+    factory, demand = TemplateFactory(planning), planning.demands[0]
     rates = {}
     for template in factory.combos(demand):
         first, last = (
@@ -159,7 +159,7 @@ def factory_of(
         for item, rate in better_directions(goodputs).values()
     ]
     single = [item for item in made if len(item.replicas) == 1]
-    key = planning.asks[0].key
+    key = planning.demands[0].key
     return TemplateFactory(planning, {("homogeneous", key): single, ("combo", key): made})
 
 
@@ -175,7 +175,7 @@ def better_directions(goodputs: Goodputs) -> Goodputs:
 
 def deploy(factory: TemplateFactory, program: str) -> Deployed:
     plan = STRATEGIES[PROGRAMS[program]](factory, SolveSettings(time_limit_s=5.0)).plan
-    demand = factory.problem.asks[0]
+    demand = factory.problem.demands[0]
     served = {item.name: item.capacity[0].closed_per_s for item in plan.templates}
     total = sum(served[item.template] * item.count for item in plan.deployments)
     return Deployed(plan, demand.rate_per_s, total, demand.tokens_per_s / demand.rate_per_s)

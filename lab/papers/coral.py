@@ -93,7 +93,12 @@ class Solver:
                 WAYS[way],
             )
             old = self.factory
-            fresh = TemplateFactory(planning_problem, books=old.books, timed=old.timed, shelves=old.shelves)
+            fresh = TemplateFactory(
+                planning_problem,
+                rate_caches=old.rate_caches,
+                timed_pipelines=old.timed_pipelines,
+                placement_tables=old.placement_tables,
+            )
             start_s = time.process_time()
             made = settings.as_printed(planning_problem, fresh) if printed else fresh
             found = strategy(made, SolveSettings(time_limit_s=LIMIT_S, gap_target=GAP[self.setting]))

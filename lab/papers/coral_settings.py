@@ -26,7 +26,7 @@ from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
-from potluck.plan.strategies.template_factory import Planner, allocated
+from potluck.plan.strategies.template_factory import Planner, solve_over
 from potluck.sim.load.arrivals import draw
 
 LENGTHS = {"conv": (1155, 211), "code": (2048, 28), "burst": (768, 195)}
@@ -85,7 +85,7 @@ def heavy_rates_per_s(setting: str, heavy: Sequence[str]) -> dict[str, float]:
 def with_lengths(each: PlanningProblem) -> PlanningProblem:
     """Prompts of three lengths, the means of thirds of Azure's, in place of their mean; answers are as they were."""
     asks, chance = [], np.random.default_rng(0)
-    for demand in each.asks:
+    for demand in each.demands:
         trace = ASKED["extended"][demand.name][2]
         law = named_workloads.workload("azure-code" if trace == "code" else "azure-conv").lengths
         prompts = np.sort(draw(chance, law, 3 * SAMPLE)[0]).reshape(3, SAMPLE).mean(axis=1)
@@ -93,7 +93,7 @@ def with_lengths(each: PlanningProblem) -> PlanningProblem:
         bins = tuple(LengthBin(round(n * mean / prompts.mean()), output, 1 / 3) for n in prompts.tolist())
         traffic = Traffic(demand.name, demand.rate_per_s, bins)
         asks.append(model_demand(demand.name, demand.model, demand.slo, traffic))
-    return replace(each, asks=tuple(asks))
+    return replace(each, demands=tuple(asks))
 
 
 def slower(each: PlanningProblem, times: float) -> PlanningProblem:
@@ -154,12 +154,12 @@ def _counts(path: Path) -> list[list[float]]:
 
 def as_printed(each: PlanningProblem, factory: TemplateFactory | None = None) -> TemplateFactory:
     """A factory whose replicas are whole nodes that do one phase."""
-    made = TemplateFactory(each) if factory is None else replace(factory, problem=each, made={})
-    for one in each.asks:
+    made = TemplateFactory(each) if factory is None else replace(factory, problem=each, templates_by_kind={})
+    for one in each.demands:
         whole = [t for t in made.phased(one) if len(t.replicas) == 1]
         there = {t.replicas[0].role for t in whole}
         rest = [t for t in made.phased(one) if t.replicas[0].role not in there]
-        made.made["homogeneous", one.key] = whole + rest
+        made.templates_by_kind["homogeneous", one.key] = whole + rest
     return made
 
 
@@ -178,8 +178,8 @@ def homo_as_printed(factory: TemplateFactory, settings: SolveSettings) -> PlanOu
     def worth(template: Template) -> float:
         return rate_per_s(template) / factory.prices.get(template.nodes[0].node, float("inf"))
 
-    chosen: dict[str, list[Template]] = {one.name: [] for one in factory.problem.asks}
-    for one, role, there in product(factory.problem.asks, ("prefill", "decode"), supplies):
+    chosen: dict[str, list[Template]] = {one.name: [] for one in factory.problem.demands}
+    for one, role, there in product(factory.problem.demands, ("prefill", "decode"), supplies):
         phase = [
             t for t in factory.homogeneous(one) if t.replicas[0].role == role and there.get(t.nodes[0].node)
         ]
@@ -189,12 +189,12 @@ def homo_as_printed(factory: TemplateFactory, settings: SolveSettings) -> PlanOu
                 chosen[one.name].append(template)
                 left_per_s -= there[template.nodes[0].node] * rate_per_s(template) * factory.problem.headroom
     chosen = {name: list(dict.fromkeys(templates)) for name, templates in chosen.items()}
-    return allocated(factory, settings, "homo", chosen)
+    return solve_over(factory, settings, "homo", chosen)
 
 
 def single(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    made = {one.name: factory.homogeneous(one) for one in factory.problem.asks}
-    return allocated(factory, settings, "single", made)
+    made = {one.name: factory.homogeneous(one) for one in factory.problem.demands}
+    return solve_over(factory, settings, "single", made)
 
 
 def by_phase(each: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:

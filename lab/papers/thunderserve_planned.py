@@ -45,7 +45,7 @@ def throughputs(names: Sequence[str]) -> list[Row]:
         for label, (strategy, machines) in SYSTEMS.items():
             factory = TemplateFactory(problem(base.cloud(1, machines), name))
             known = starts.get(machines, ()) if strategy == "auto" else ()
-            plan = STRATEGIES[strategy](factory, SolveSettings(time_limit_s=LIMIT_S, starts=known)).plan
+            plan = STRATEGIES[strategy](factory, SolveSettings(time_limit_s=LIMIT_S, start_plans=known)).plan
             starts[machines] = (*starts.get(machines, ()), plan)
             rates[label] = plan.fraction * ASKED_PER_S
             made.add(f"{name}, {label} (`{strategy}`)", "throughput, requests/s", None, rates[label])

@@ -21,7 +21,7 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.plan.strategies.template_factory import allocated, grow
+from potluck.plan.strategies.template_factory import grow, solve_over
 from potluck.rehearse.queueing_margins import scaled
 
 SINGLES = ("cauchy", "cronus", "coral", "prfaas", "thunderserve")
@@ -158,7 +158,7 @@ def settings(folder: Path, quick: bool) -> Iterator[tuple[str, str, PlanningProb
 
 
 def times(problem: PlanningProblem, factor: float) -> PlanningProblem:
-    return scaled(problem, {demand.name: factor for demand in problem.asks})
+    return scaled(problem, {demand.name: factor for demand in problem.demands})
 
 
 def compare_all(problems: Iterable[tuple[str, str, PlanningProblem]]) -> list[Compared]:
@@ -167,16 +167,18 @@ def compare_all(problems: Iterable[tuple[str, str, PlanningProblem]]) -> list[Co
         # Of the papers one alone hands KV over in fewer bits.
         answers, factory, plans = {}, TemplateFactory(planning_problem), dict[str, Plan]()
         exact = TemplateFactory(replace(planning_problem, codecs=planning_problem.codecs[:1]))
-        many = len(planning_problem.asks) > MANY
+        many = len(planning_problem.demands) > MANY
         limits = SolveSettings(time_limit_s=LIMIT_S, gap_target=LARGE_GAP if many else EQUAL)
         for strategy in (*SINGLES, "auto"):
             if strategy == "thunderserve" and paper != "THUNDERSERVE":
                 continue  # It divides machines that one has; elsewhere they are to be chosen.
             if strategy == "auto":  # It tries all others itself, for a part of its time each.
-                limits = replace(limits, starts=tuple(plan for plan in plans.values() if plan.deployments))
+                limits = replace(
+                    limits, start_plans=tuple(plan for plan in plans.values() if plan.deployments)
+                )
             made_in = factory if strategy in ("thunderserve", "auto") else exact
             plan = plans[strategy] = STRATEGIES[strategy](made_in, limits).plan
-            served_per_s = plan.fraction * sum(demand.rate_per_s for demand in planning_problem.asks)
+            served_per_s = plan.fraction * sum(demand.rate_per_s for demand in planning_problem.demands)
             answers[strategy] = Answer(plan.cost_usd_per_h, plan.fraction, served_per_s, plan.gap)
         one = Compared(paper, name, answers, planning_problem, plans)
         if planning_problem.pool is None and not many and not one.most and not one.better(one.best):
@@ -189,19 +191,19 @@ def proven_gap(factory: TemplateFactory, plan: Plan) -> float:
     """By what share of its cost any plan might be cheaper, of all pipelines that there are: also of those that
     nobody has timed yet, as far as they might undercut it.
     """
-    limits = SolveSettings(time_limit_s=LIMIT_S, gap_target=EQUAL, starts=(plan,))
+    limits = SolveSettings(time_limit_s=LIMIT_S, gap_target=EQUAL, start_plans=(plan,))
     kinds = (factory.homogeneous, factory.combos, factory.gpu_combos, factory.pairs, factory.aggregated)
     others = {
         demand.name: list(
             {t.name: t for kind in (*kinds, factory.also_decoding) for t in kind(demand)}.values()
         )
-        for demand in factory.problem.asks
+        for demand in factory.problem.demands
     }
     grown = grow(factory, limits, others, plan.cost_usd_per_h)
     templates = {
-        demand.name: [*others[demand.name], *factory.pipelines(demand)] for demand in factory.problem.asks
+        demand.name: [*others[demand.name], *factory.pipelines(demand)] for demand in factory.problem.demands
     }
-    found = allocated(factory, limits, "auto", templates).allocation
+    found = solve_over(factory, limits, "auto", templates).allocation
     return max(0.0, 1.0 - found.lower_bound_usd_per_h / plan.cost_usd_per_h) if grown.complete else 1.0
 
 

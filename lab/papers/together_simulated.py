@@ -46,10 +46,10 @@ def traffic_of(problem: PlanningProblem) -> list[Traffic]:
             demand.rate_per_s,
             tuple(
                 LengthBin(d.input_tokens, d.output_tokens, d.rate_per_s / demand.rate_per_s)
-                for d in demand.demands
+                for d in demand.buckets
             ),
         )
-        for demand in problem.asks
+        for demand in problem.demands
     ]
 
 
@@ -58,11 +58,11 @@ def resolved(problem: PlanningProblem, plan: Plan) -> ResolvedPlan:
     links = () if pool is None else pool.links
     return ResolvedPlan(
         plan,
-        {demand.name: demand.model for demand in problem.asks},
+        {demand.name: demand.model for demand in problem.demands},
         problem.by_name,
         problem.regions,
         problem.links,
-        {demand.name: demand.slo for demand in problem.asks},
+        {demand.name: demand.slo for demand in problem.demands},
         {name: (one.mean_input_tokens, one.mean_output_tokens) for name, one in asked.items()},
         {(source, target): (gbps, rtt_s) for source, target, gbps, rtt_s in links},
         {} if pool is None else {node.name: node.zone for node in pool.nodes if node.zone},
@@ -89,7 +89,7 @@ def simulated(
 
     At a demand: it keeps every objective and costs less. At the most: its highest rate that does is higher.
     """
-    per_s = sum(demand.rate_per_s for demand in problem.asks)
+    per_s = sum(demand.rate_per_s for demand in problem.demands)
     count = min(MOST, max(least, round(LEAST_S * per_s * (plans[1].fraction if most else 1.0))))
     workload = of_traffic(traffic_of(problem), count, SEED)
     if not most:

@@ -429,9 +429,9 @@ def test_check_warns_of_objectives_that_look_like_seconds(
 
 
 def test_template_kinds_skipped_for_lack_of_time_are_named() -> None:
-    factory = TemplateFactory(load_problem(read_spec(None), 0.8, None, (), 0.0), enough=lambda: True)
+    factory = TemplateFactory(load_problem(read_spec(None), 0.8, None, (), 0.0), out_of_time=lambda: True)
     assert _hurried(factory) == ()
-    assert factory.pairs(factory.problem.asks[0]) == []
+    assert factory.pairs(factory.problem.demands[0]) == []
     assert "left out templates of these kinds: pair" in _hurried(factory)[0]
-    factory.cut_short["coral"] = "stopped early"
+    factory.shortened_strategies["coral"] = "stopped early"
     assert _hurried(factory)[1].endswith("by the time limit: coral (stopped early)")

@@ -134,7 +134,7 @@ def test_replanner_plans_for_observed_rates_and_lengths(running_plan: Plan, plan
 def test_replanner_keeps_running_layouts_when_only_roles_change(planner: Replanner) -> None:
     """A plan for long answers, asked for long prompts: what comes back keeps to the layouts that are there."""
     talk = Traffic("m", 6.0, (LengthBin(300.0, 120.0, 1.0),))
-    problem = replace(PROBLEM, asks=(model_demand("m", ASK.model, ASK.slo, talk),), regions=regions(5, 0))
+    problem = replace(PROBLEM, demands=(model_demand("m", ASK.model, ASK.slo, talk),), regions=regions(5, 0))
     plan = STRATEGIES["prfaas"](TemplateFactory(problem), SolveSettings(time_limit_s=10.0)).plan
     counts = {
         deployment.template: 1 if "prefill" in deployment.template else 4 for deployment in plan.deployments
@@ -183,7 +183,7 @@ def test_observed_profile_is_the_predicted_times_the_observed_pace() -> None:
         profile = profile_of(PROBLEM, ASK, ObservedSpeed("m", "1xL4", 1, pace), "2031-01-31")
         assert ProfileTimer(profile).step_s(batch) / facts == pytest.approx(believed, rel=0.08)
     slow = observed(PROBLEM, (ObservedSpeed("m", "1xL4", 1, 2.0),), "2031-01-31")
-    assert layout_timer(slow.asks[0], layout, PROBLEM.by_name).step_s(batch) / facts == pytest.approx(
+    assert layout_timer(slow.demands[0], layout, PROBLEM.by_name).step_s(batch) / facts == pytest.approx(
         2, rel=0.08
     )
     assert observed(PROBLEM, (ObservedSpeed("m", "1xL4", 1, 0.95),), "2031-01-31") == PROBLEM

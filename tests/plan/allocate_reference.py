@@ -92,7 +92,7 @@ def reference(program: FlowProgram, *, fraction: bool = False) -> float | None:
                 price = float(node_supply.price_usd_per_h[r] @ group.uses[t])
                 key = ColumnKey(g, t, r)
                 allowed = group.allowed is None or group.allowed[t, r]
-                parts = 0.0 if group.parts_usd_per_h is None else float(group.parts_usd_per_h[t, r])
+                parts = 0.0 if group.complexity_usd_per_h is None else float(group.complexity_usd_per_h[t, r])
                 n[key] = text.variable(money * (price + parts), 50.0 if allowed else 0.0, whole=True)
                 late = text.variable(money)
                 weight = price * program.init_penalty
@@ -192,7 +192,7 @@ def check(program: FlowProgram, allocation: Allocation, fraction: float = 1.0) -
         used[key.region] += groups[key.group].uses[key.template] * float(count)
         rent += price * count
         cost += price * count + program.init_penalty * price * max(0, count - running.get(key, 0))
-        parts = groups[key.group].parts_usd_per_h
+        parts = groups[key.group].complexity_usd_per_h
         cost += 0.0 if parts is None else float(parts[key.template, key.region]) * count
     assert (used <= node_supply.available).all()
     assert rent == approx(allocation.rent_usd_per_h)

@@ -12,7 +12,7 @@ from potluck.core.values.layout import Pool
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Codec, LengthBin, Link, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, model_demand
-from potluck.plan.templates.placement_table import shelf_of
+from potluck.plan.templates.placement_table import placement_table_of
 
 CHAT = ((300, 250, 0.5), (1500, 200, 0.4), (6000, 300, 0.1))
 
@@ -78,6 +78,6 @@ def pipelines(
     folder: Path | None = None,
 ) -> list[Template]:
     """Per bucket, phase and library the `few` pipelines that do most for their price."""
-    table = shelf_of(problem, demand, folder=folder)
+    table = placement_table_of(problem, demand, folder=folder)
     table.take(table.cheapest(np.array([prices.get(node.name, 0.0) for node in problem.nodes]), few))
     return table.templates

@@ -28,7 +28,7 @@ def test_init_penalty_is_startup_time_over_planning_interval() -> None:
     assert start_share(PROBLEM, 360.0) == pytest.approx((fixed_s + loading_s) / 360.0, rel=1e-3)
     now = problem_now(PROBLEM, {"chat": 10.0}, regions=at_price(3.0), interval_s=720.0)
     assert now.init_penalty == pytest.approx(start_share(PROBLEM, 360.0) / 2)
-    assert [demand.rate_per_s for demand in now.asks] == [pytest.approx(10.0), pytest.approx(2.0)]
+    assert [demand.rate_per_s for demand in now.demands] == [pytest.approx(10.0), pytest.approx(2.0)]
     assert now.regions[0].offers[0].price_usd_per_h == 3.0
     with pytest.raises(CapacityError, match="no region has any node"):
         problem_now(PROBLEM, {}, regions=at_price(3.0, 0))
@@ -42,22 +42,22 @@ def same(some: list[Template], others: list[Template]) -> bool:
 
 def test_templates_are_reused_for_the_same_market_and_rebuilt_for_other_prices() -> None:
     shops = TemplateFactories()
-    made = shops.at(PROBLEM).homogeneous(PROBLEM.asks[0])
+    made = shops.at(PROBLEM).homogeneous(PROBLEM.demands[0])
     busier = problem_now(PROBLEM, {"chat": 9.0}, regions=at_price(1.86, 3))
     again = shops.at(busier)
     assert again.problem is busier
-    assert same(again.homogeneous(busier.asks[0]), made)
-    assert not same(shops.at(replace(PROBLEM, regions=at_price(9.0))).homogeneous(PROBLEM.asks[0]), made)
-    assert same(shops.at(PROBLEM).homogeneous(PROBLEM.asks[0]), made), "prices that come back"
+    assert same(again.homogeneous(busier.demands[0]), made)
+    assert not same(shops.at(replace(PROBLEM, regions=at_price(9.0))).homogeneous(PROBLEM.demands[0]), made)
+    assert same(shops.at(PROBLEM).homogeneous(PROBLEM.demands[0]), made), "prices that come back"
 
 
 def test_start_costs_are_separate_from_rent_and_predicted_goodput_is_in_tokens() -> None:
     shop = TemplateFactory(PROBLEM)
     first = STRATEGIES["melange"](shop, SolveSettings(10.0)).plan
     assert first.start_usd_per_h == 0.0, "K is 0"
-    for prediction, asked in zip(first.predictions, PROBLEM.asks, strict=True):
-        prompts = sum(demand.rate_per_s * demand.input_tokens for demand in asked.demands)
-        answers = sum(demand.rate_per_s * demand.output_tokens for demand in asked.demands)
+    for prediction, asked in zip(first.predictions, PROBLEM.demands, strict=True):
+        prompts = sum(bucket.rate_per_s * bucket.input_tokens for bucket in asked.buckets)
+        answers = sum(bucket.rate_per_s * bucket.output_tokens for bucket in asked.buckets)
         assert prediction.prompt_tokens_per_s == pytest.approx(prompts)
         assert prediction.answer_tokens_per_s == pytest.approx(answers)
     busier = problem_now(PROBLEM, {"chat": 12.0})

@@ -79,7 +79,7 @@ def test_complexity_weights_affect_the_choice_but_not_the_budget(block: int) -> 
         models = tuple(
             replace(
                 model,
-                parts_usd_per_h=rng.uniform(0, 3, (len(model.uses), shape)),
+                complexity_usd_per_h=rng.uniform(0, 3, (len(model.uses), shape)),
                 buckets=tuple(replace(b, crossing_usd_per_h=rng.uniform(0, 2)) for b in model.buckets),
             )
             for model in plain.models

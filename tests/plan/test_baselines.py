@@ -35,7 +35,7 @@ def planned(problem: PlanningProblem, strategy: str) -> Plan:
 
 def per_s(problem: PlanningProblem, node: str, role: Role, tp: int) -> float:
     """Requests a second of a whole node cut into replicas of so many GPUs, with the planner's headroom."""
-    demand = problem.asks[0]
+    demand = problem.demands[0]
     layout = single(node, tp, demand.model.layer_count)
     if not fits(demand, layout, problem.by_name):
         return 0.0

@@ -141,11 +141,11 @@ def test_cauchy_keeps_the_best_combos_and_reports_the_cut_when_there_are_too_man
     item = an_ask(rate_per_s=40.0)
     whole, few = TemplateFactory(a_fleet(item)), TemplateFactory(a_fleet(item))
     all_of_them = STRATEGIES["cauchy"](whole, SolveSettings(20.0))
-    assert whole.cut_short == {}
-    monkeypatch.setattr(cauchy_strategy, "MOST_COLUMNS", 12)
+    assert whole.shortened_strategies == {}
+    monkeypatch.setattr(cauchy_strategy, "MAX_COLUMNS", 12)
     cut = STRATEGIES["cauchy"](few, SolveSettings(20.0))
     every = sum(served_per_s(item, template) > 0 for template in few.combos(item))
-    assert few.cut_short == {"cauchy": f"chose from the 12 best of {every:,} combos"}
+    assert few.shortened_strategies == {"cauchy": f"chose from the 12 best of {every:,} combos"}
     assert every > 12
     assert verify(few.problem, cut.plan) == ()
     assert cut.plan.fraction == 1.0
@@ -156,11 +156,11 @@ def test_auto_reports_the_strategies_it_did_not_try(monkeypatch: pytest.MonkeyPa
     problem = a_fleet(an_ask())
     factory = TemplateFactory(problem)
     STRATEGIES["auto"](factory, SolveSettings(20.0))
-    assert factory.cut_short == {}
-    monkeypatch.setattr(programs, "MOST_COMBOS", 0)
+    assert factory.shortened_strategies == {}
+    monkeypatch.setattr(programs, "MAX_COMBOS", 0)
     STRATEGIES["auto"](factory, SolveSettings(20.0))
-    assert set(factory.cut_short) == {"cauchy", "cauchy-ce", "cauchy-mc", "cauchy-mce"}
-    monkeypatch.setattr(programs, "RIVALS_SHARE", 1e-9)
+    assert set(factory.shortened_strategies) == {"cauchy", "cauchy-ce", "cauchy-mc", "cauchy-mce"}
+    monkeypatch.setattr(programs, "SINGLE_STRATEGIES_SHARE", 1e-9)
     STRATEGIES["auto"](factory, SolveSettings(20.0))
-    assert {"homo", "melange", "coral"} <= set(factory.cut_short)
-    assert set(factory.cut_short.values()) == {programs.NOT_TRIED}
+    assert {"homo", "melange", "coral"} <= set(factory.shortened_strategies)
+    assert set(factory.shortened_strategies.values()) == {programs.NOT_TRIED}

@@ -79,7 +79,7 @@ def test_frontier_plans_keep_their_terms_and_costs_increase() -> None:
     assert costs[0] < costs[-1]
     for (_, planning_problem, _), (_, plan) in zip(problems, points, strict=True):
         assert verify(planning_problem, plan) == ()
-    assert with_value(problem, "spot", 0.3, "node").asks[0].terms == ModelTerms(max_spot_share=0.3)
+    assert with_value(problem, "spot", 0.3, "node").demands[0].terms == ModelTerms(max_spot_share=0.3)
     dear = (0.0, replace(points[0][1], cost_usd_per_h=costs[-1] + 1))
     assert dominated((dear, *points[1:]), less_is_more=False) == {0.0}
     assert dominated(points, less_is_more=False) == frozenset()

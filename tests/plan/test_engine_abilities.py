@@ -61,10 +61,10 @@ def test_every_template_runs_on_its_engine_and_engine_limits_never_save_money(
     problem: PlanningProblem, engine: EngineName
 ) -> None:
     limited = replace(problem, engine=ENGINES[engine])
-    known = {demand.name: demand.model for demand in problem.asks}
+    known = {demand.name: demand.model for demand in problem.demands}
     factory = TemplateFactory(limited)
     outcome = STRATEGIES["auto"](factory, BRIEF)
-    if any(limits_of_model(problem.asks[0].model, ENGINES[engine])):
+    if any(limits_of_model(problem.demands[0].model, ENGINES[engine])):
         return  # a spec with it is refused
     assert refusals(outcome.plan, known, ENGINES[engine]) == ()
     assert verify(limited, outcome.plan) == ()
@@ -77,7 +77,7 @@ def test_every_template_runs_on_its_engine_and_engine_limits_never_save_money(
     ):
         plan = STRATEGIES[name](factory, BRIEF).plan
         assert refusals(plan, known, ENGINES[engine]) == (), name
-    free = STRATEGIES["auto"](TemplateFactory(problem), replace(BRIEF, starts=(outcome.plan,))).plan
+    free = STRATEGIES["auto"](TemplateFactory(problem), replace(BRIEF, start_plans=(outcome.plan,))).plan
     assert free.fraction >= outcome.plan.fraction - 1e-6
     if outcome.plan.fraction >= 1 - 1e-9 and free.gap < 1e-6:
         assert free.total_usd_per_h <= outcome.plan.total_usd_per_h * (1 + 1e-6)
@@ -88,7 +88,7 @@ def test_every_template_runs_on_its_engine_and_engine_limits_never_save_money(
 def test_pool_groups_use_only_layouts_that_the_engine_runs(engine: EngineName) -> None:
     pool = random_pool(np.random.default_rng(3), 12, ("L4", "A10G", "L40S"))
     problem = replace(pool_problem(pool, an_ask(rate_per_s=2.0, slo=Slo(3.0, 0.1))), engine=ENGINES[engine])
-    known = {ask.name: ask.model for ask in problem.asks}
+    known = {ask.name: ask.model for ask in problem.demands}
     for strategy in ("thunderserve", "hexgen", "auto"):
         plan = STRATEGIES[strategy](TemplateFactory(problem), replace(QUICK, time_limit_s=3.0)).plan
         assert plan.deployments

@@ -13,7 +13,7 @@ from potluck.core.values.plan import Deployment, Plan, PlannedShare
 from potluck.core.values.service import NO_TERMS, ModelTerms
 from potluck.core.values.types import Link, Slo
 from potluck.plan.assemble.columns import thresholds_of
-from potluck.plan.assemble.even_shares import evened
+from potluck.plan.assemble.even_shares import balance_load
 from potluck.plan.explain import explain
 from potluck.plan.problem import CODECS, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
@@ -38,7 +38,7 @@ def busy(problem: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
 def test_different_replicas_are_equally_utilized_after_balancing() -> None:
     problem = a_problem(an_ask(rate_per_s=4.0, lengths=ONE_BUCKET))
     shop = TemplateFactory(problem)
-    result = [t for t in shop.mixed(problem.asks[0]) if t.nodes[0].node in ("1xL40S", "1xA10G")]
+    result = [t for t in shop.mixed(problem.demands[0]) if t.nodes[0].node in ("1xL40S", "1xA10G")]
     big, small = sorted(result, key=lambda t: -t.capacity[0].closed_per_s)
     # Everything on the big one, nothing on the small one: allowed, as the big one is within its headroom.
     base = STRATEGIES["melange"](shop, SETTINGS).plan
@@ -48,7 +48,7 @@ def test_different_replicas_are_equally_utilized_after_balancing() -> None:
     cost = sum(prices[t.nodes[0].node] for t in (big, small))
     lopsided = replace(base, templates=(big, small), deployments=one_each, shares=shares, cost_usd_per_h=cost)
     assert verify(problem, lopsided) == ()
-    plan = evened(problem, lopsided, SETTINGS.time_limit_s)
+    plan = balance_load(problem, lopsided, SETTINGS.time_limit_s)
     least, most = sorted(busy(problem, plan).values())
     assert least == pytest.approx(most)
     whole = sum(t.capacity[0].closed_per_s for t in (big, small))
@@ -62,9 +62,9 @@ def test_balancing_changes_only_routing_and_never_raises_the_peak_utilization(
     rate: float, strategy: str
 ) -> None:
     problem = a_problem(an_ask(rate_per_s=rate))
-    shop = TemplateFactory(problem, SHOP.made)
+    shop = TemplateFactory(problem, SHOP.templates_by_kind)
     plan = STRATEGIES[strategy](shop, SETTINGS).plan
-    even = evened(problem, plan, SETTINGS.time_limit_s)
+    even = balance_load(problem, plan, SETTINGS.time_limit_s)
     assert verify(problem, even) == ()
     assert even.deployments == plan.deployments
     assert even.cost_usd_per_h == plan.cost_usd_per_h
@@ -77,7 +77,7 @@ def test_balancing_leaves_a_plan_that_falls_short_unchanged() -> None:
     problem = a_problem(an_ask(rate_per_s=5000.0))
     plan = STRATEGIES["melange"](TemplateFactory(problem), SETTINGS).plan
     assert plan.fraction < 1
-    assert evened(problem, plan, SETTINGS.time_limit_s) is plan
+    assert balance_load(problem, plan, SETTINGS.time_limit_s) is plan
 
 
 def remote(
@@ -113,15 +113,15 @@ def test_remote_prefill_serves_prompts_above_a_threshold_that_the_plan_reports(
     plan = STRATEGIES[strategy](TemplateFactory(problem), SETTINGS).plan
     assert verify(problem, plan) == ()
     assert (plan.fraction < 1) == (case == "a part of it")
-    (demand,), far = problem.asks, [0.0] * 5
+    (demand,), far = problem.demands, [0.0] * 5
     for flow in plan.flows:
         far[flow.bucket] += flow.rate_per_s * (flow.prefill_region != "near")
-    shares = [round(rate / d.rate_per_s, 9) for rate, d in zip(far, demand.demands, strict=True)]
+    shares = [round(rate / bucket.rate_per_s, 9) for rate, bucket in zip(far, demand.buckets, strict=True)]
     assert shares == sorted(shares)
     assert shares[0] == 0 < shares[-1]
     assert plan.thresholds == thresholds_of(plan)
     assert all(300 <= t.tokens < 6000 and t.link in ("far->near", "off->near") for t in plan.thresholds)
-    assert verify(problem, evened(problem, plan, SETTINGS.time_limit_s)) == ()  # as a rehearsal does
+    assert verify(problem, balance_load(problem, plan, SETTINGS.time_limit_s)) == ()  # as a rehearsal does
     wrong = replace(plan, flows=tuple(replace(flow, bucket=4 - flow.bucket) for flow in plan.flows))
     assert any("longer ones stay" in text for text in verify(problem, wrong, rerouted=True))
 

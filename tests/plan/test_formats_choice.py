@@ -53,8 +53,8 @@ def cheapest(problem: PlanningProblem) -> float | None:
     price = {offer.node: offer.price_usd_per_h for offer in region.offers}
     there = {offer.node: offer.available for offer in region.offers}
     best: float | None = None
-    for item in product(*(demand.variants for demand in problem.asks)):
-        shop = TemplateFactory(replace(problem, asks=item))
+    for item in product(*(demand.variants for demand in problem.demands)):
+        shop = TemplateFactory(replace(problem, demands=item))
         for chosen in product(*[list(_ways(shop, demand, problem.headroom, there)) for demand in item]):
             used = {node: sum(way.get(node, 0) for way in chosen) for node in there}
             if all(used[node] <= there[node] for node in there):
@@ -156,10 +156,10 @@ def test_explanation_candidates_and_rerouting_keep_the_chosen_format(
     explanation = explain(shop, outcome, STRATEGIES["melange"], SolveSettings(time_limit_s=4.0))
     assert {item.formats for item in explanation.formats} == {(("chat", "bf16"),), (("chat", "fp8"),)}
     offered = with_candidates(shop, outcome.plan)
-    settled = problem.in_formats(outcome.plan.formats).asks[0]
+    settled = problem.in_formats(outcome.plan.formats).demands[0]
     own = {
         homogeneou.name: homogeneou.capacity
-        for homogeneou in TemplateFactory(problem).settled(outcome.plan).homogeneous(settled)
+        for homogeneou in TemplateFactory(problem).with_formats_of(outcome.plan).homogeneous(settled)
     }
     assert any(each.name in own and each.capacity == own[each.name] for each in offered.candidates)
     rerouted, _ = at_once(problem, outcome.plan, SolveSettings(time_limit_s=2.0))
@@ -178,7 +178,9 @@ def test_replanning_keeps_the_format_of_a_running_plan(
 def test_resolved_plan_has_the_model_in_its_planned_format(
     problem: PlanningProblem, outcome: PlanOutcome
 ) -> None:
-    resolved = ResolvedPlan(outcome.plan, {"chat": problem.asks[0].model}, problem.by_name, problem.regions)
+    resolved = ResolvedPlan(
+        outcome.plan, {"chat": problem.demands[0].model}, problem.by_name, problem.regions
+    )
     assert resolved.model("chat").weights_are == "fp8"
     assert replace(resolved, plan=replace(outcome.plan, formats=())).model("chat").weights_are == "bf16"
 

@@ -35,13 +35,13 @@ def test_homo_adds_the_next_node_type_when_the_best_runs_out() -> None:
 
 def naive_usd_per_h(problem: PlanningProblem) -> float:
     """The least rent of whole nodes of one type that each serve their part of all lengths alone."""
-    factory, (model_demand,) = TemplateFactory(problem), problem.asks
+    factory, (model_demand,) = TemplateFactory(problem), problem.demands
     rents = []
     for template in factory.mixed(model_demand):
         rates = [capacity.closed_per_s for capacity in template.capacity]
         if all(rates):
             busy = sum(
-                demand.rate_per_s / rate for demand, rate in zip(model_demand.demands, rates, strict=True)
+                bucket.rate_per_s / rate for bucket, rate in zip(model_demand.buckets, rates, strict=True)
             )
             whole = ceil(busy / problem.headroom - 1e-9)
             rents.append(whole * factory.prices[template.nodes[0].node])

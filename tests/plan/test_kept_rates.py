@@ -22,8 +22,8 @@ from potluck.plan.timing.replica_rates import replica_capacity
 
 
 def made(problem: PlanningProblem, folder: Path) -> list[Template]:
-    factory = TemplateFactory(problem, books=RateCaches(folder))
-    demand = problem.asks[0]
+    factory = TemplateFactory(problem, rate_caches=RateCaches(folder))
+    demand = problem.demands[0]
     return [*factory.homogeneous(demand), *factory.pairs(demand), *factory.gpu_combos(demand)]
 
 
@@ -42,20 +42,20 @@ def test_cached_rates_equal_timed_rates_and_are_not_timed_again(
         raise AssertionError("timed although it is kept")
 
     monkeypatch.setattr(books_module, "layout_timer", never)
-    busier = replace(problem, asks=(times(problem.asks[0], 3.0),))
+    busier = replace(problem, demands=(times(problem.demands[0], 3.0),))
     assert made(problem, tmp_path) == first
     assert {t.name for t in made(busier, tmp_path)} == {t.name for t in first}, "rates have no part in it"
 
 
 def times(model_demand: ModelDemand, factor: float) -> ModelDemand:
-    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in model_demand.demands)
-    return replace(model_demand, demands=demands)
+    demands = tuple(replace(bucket, rate_per_s=bucket.rate_per_s * factor) for bucket in model_demand.buckets)
+    return replace(model_demand, buckets=demands)
 
 
 def test_capacity_of_several_replicas_equals_that_of_replicas_timed_together(
     problem: PlanningProblem,
 ) -> None:
-    demand, node = problem.asks[0], problem.offered[0]
+    demand, node = problem.demands[0], problem.offered[0]
     layout = single(node.name, 1, demand.model.layer_count)
     for role in ("prefill", "decode", "mixed"):
         direct = replica_capacity(demand, layout, problem.by_name, role, problem.headroom, 3)
@@ -68,11 +68,11 @@ def test_capacity_of_several_replicas_equals_that_of_replicas_timed_together(
 
 
 def test_rate_cache_key_changes_with_every_input_of_the_timing(problem: PlanningProblem) -> None:
-    model_demand, opened = problem.asks[0], RateCaches(None)
-    demand = model_demand.demands[0]
+    model_demand, opened = problem.demands[0], RateCaches(None)
+    demand = model_demand.buckets[0]
     longer = replace(
         model_demand,
-        demands=(replace(demand, input_tokens=demand.input_tokens + 1), *model_demand.demands[1:]),
+        buckets=(replace(demand, input_tokens=demand.input_tokens + 1), *model_demand.buckets[1:]),
     )
     stricter = replace(model_demand, slo=replace(model_demand.slo, tpot_s=model_demand.slo.tpot_s / 2))
     other = [
@@ -92,7 +92,7 @@ def test_rate_cache_key_changes_with_every_input_of_the_timing(problem: Planning
 def test_damaged_rate_cache_file_is_ignored_and_rewritten(
     problem: PlanningProblem, tmp_path: Path, harm: str
 ) -> None:
-    demand = problem.asks[0]
+    demand = problem.demands[0]
     layout = single(problem.offered[0].name, 1, demand.model.layer_count)
     first = RateCaches(tmp_path)
     known = first.of(problem, demand).replica(problem, demand, layout, "mixed")
@@ -130,9 +130,9 @@ def test_rate_cache_folder_is_trimmed_to_the_most_recently_used_files(tmp_path: 
 
 def test_observed_speeds_have_a_rate_cache_of_their_own(tmp_path: Path) -> None:
     problem = a_problem(an_ask(), offers={"east": {"1xL4": (0.8, 8)}})
-    slower = observed(problem, (ObservedSpeed(problem.asks[0].name, "1xL4", 1, 1.5),), "2031-01-01")
-    assert slower.asks[0].profiles
+    slower = observed(problem, (ObservedSpeed(problem.demands[0].name, "1xL4", 1, 1.5),), "2031-01-01")
+    assert slower.demands[0].profiles
     rate_caches = RateCaches(tmp_path)
-    mine = rate_caches.of(slower, slower.asks[0])
-    assert mine is rate_caches.of(slower, slower.asks[0])
-    assert mine is not rate_caches.of(problem, problem.asks[0])
+    mine = rate_caches.of(slower, slower.demands[0])
+    assert mine is rate_caches.of(slower, slower.demands[0])
+    assert mine is not rate_caches.of(problem, problem.demands[0])

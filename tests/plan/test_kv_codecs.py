@@ -19,7 +19,7 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
 from potluck.plan.problem import CODECS, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.plan.strategies.pool_strategy import worth_searching
+from potluck.plan.strategies.pool_strategy import is_searchable
 from potluck.plan.verify import verify
 from potluck.rehearse.queueing_margins import scaled
 from potluck.spec.load_spec import load_spec, parse_spec
@@ -114,7 +114,7 @@ def test_plan_has_no_lossy_transfer_unless_the_spec_allows_it(
 def test_verify_refuses_a_lossy_plan_when_the_spec_allows_none() -> None:
     """One that serves more in fewer bits, on the demo's fleet with a link of 2 Gb/s and a fifth more requests."""
     exact = load_problem(load_spec(SHIPPED[0]), 0.8, None, (), 0.0)
-    exact = scaled(exact, {demand.name: 1.2 for demand in exact.asks})
+    exact = scaled(exact, {demand.name: 1.2 for demand in exact.demands})
     exact = replace(exact, links=tuple(replace(link, gbps=2.0) for link in exact.links))
     free = replace(exact, codecs=CODECS)
     plan = planned(free)
@@ -130,6 +130,6 @@ def test_pool_groups_transfer_kv_in_fp16_unless_int4_is_allowed() -> None:
     pool = random_pool(np.random.default_rng(3), 8, ("L4", "A10", "L40S"))
     free = pool_problem(pool, an_ask(rate_per_s=2.0, slo=Slo(5.0, 0.2)))
     exact = replace(free, codecs=CODECS[:1])
-    assert worth_searching(exact)
+    assert is_searchable(exact)
     assert {t.codec for t in planned(free, "thunderserve").templates} == {"int4"}
     assert {t.codec for t in planned(exact, "thunderserve").templates} == {"fp16"}

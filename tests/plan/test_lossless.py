@@ -12,7 +12,7 @@ from plan_problems import a_problem, an_ask, pipelines
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Slo
-from potluck.plan.assemble.codecs import solved
+from potluck.plan.assemble.codecs import solve_with_codecs
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.timing.rate_cache import unwritten
@@ -90,8 +90,8 @@ def test_pipeline_library_omits_no_placement_that_would_give_a_cheaper_plan(
         t for t in pipelines(problem, ask, prices, few=20, folder=tmp_path) if t.replicas[0].role == "prefill"
     ]
     few = [t for t in made if sum(n.count for n in t.nodes) <= MOST_NODES]
-    _, ours = solved(problem, {ask.name: [*single, *few]}, time_limit_s=20)
-    _, best = solved(problem, {ask.name: [*single, *all_pipelines(problem, ask)]}, time_limit_s=20)
+    _, ours = solve_with_codecs(problem, {ask.name: [*single, *few]}, time_limit_s=20)
+    _, best = solve_with_codecs(problem, {ask.name: [*single, *all_pipelines(problem, ask)]}, time_limit_s=20)
     assert ours.found or ours.shortfall is not None
     if best.found:
         assert ours.found
@@ -109,7 +109,7 @@ def test_nodes_too_slow_alone_serve_prefill_as_pipelines() -> None:
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
     single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]
     assert not any(t.nodes[0].node == "1xL4" and t.replicas[0].role == "prefill" for t in single)
-    _, allocation = solved(
+    _, allocation = solve_with_codecs(
         problem, {ask.name: [*single, *pipelines(problem, ask, prices, few=20)]}, time_limit_s=20
     )
     assert allocation.found

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from allocate_reference import random_flow, reference
 
-from potluck.plan.allocate.decomposition import ModelDecomposition, falls_apart
-from potluck.plan.allocate.flow import begun
+from potluck.plan.allocate.decomposition import ModelDecomposition, is_separable
+from potluck.plan.allocate.flow import solve_relaxation
 from potluck.plan.allocate.highs import Deadline
 from potluck.plan.allocate.program import ColumnKey, FlowProgram
 from potluck.plan.allocate.solve import solve, told_in, without_needless
@@ -21,21 +21,21 @@ def joined(seed: int) -> FlowProgram:
     return replace(random_flow(seed), running=(), pins=(), limits=(), helpers=())
 
 
-SEEDS = [seed for seed in range(40) if falls_apart(joined(seed)) and reference(joined(seed)) is not None][:8]
+SEEDS = [seed for seed in range(40) if is_separable(joined(seed)) and reference(joined(seed)) is not None][:8]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_decomposition_bound_never_exceeds_the_optimum_for_any_prices(seed: int) -> None:
     program, best = joined(seed), reference(joined(seed))
     assert best is not None
-    state = begun(program, Deadline(30.0, time.process_time), 0.0, [])
+    state = solve_relaxation(program, Deadline(30.0, time.process_time), 0.0, [])
     apart = ModelDecomposition(program, state, Deadline(30.0, time.process_time))
     rng = np.random.default_rng(seed)
     for scale in (0.0, 0.3, 3.0):
         mu = rng.uniform(0, scale, program.fleet.available.shape) * (
             rng.random(program.fleet.available.shape) < 0.5
         )
-        least = apart.costs(mu)
+        least = apart.bounds_at(mu)
         assert least is not None
         assert sum(least) - float((mu * program.fleet.available).sum()) <= best * (1 + 1e-6) + 1e-6
     apart.run(np.zeros(program.fleet.available.shape))
@@ -48,7 +48,7 @@ def test_decomposition_settles_models_when_nodes_are_plentiful() -> None:
     program = joined(SEEDS[0])
     node_supply = replace(program.fleet, available=program.fleet.available * 100)
     program = replace(program, fleet=node_supply, links=(), budget_usd_per_h=None)
-    state = begun(program, Deadline(30.0, time.process_time), 0.0, [])
+    state = solve_relaxation(program, Deadline(30.0, time.process_time), 0.0, [])
     assert state.relaxed is not None
     assert not state.done
     ModelDecomposition(program, state, Deadline(30.0, time.process_time)).run(

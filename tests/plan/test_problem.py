@@ -75,10 +75,10 @@ def test_demand_buckets_keep_the_tokens_up_to_rounding(traffic: Traffic) -> None
 def test_longest_requests_beyond_the_slo_share_have_no_ttft_promise() -> None:
     bins = tuple(LengthBin(length, 100, 0.25) for length in (100, 1000, 10_000, 30_000))
     traffic = Traffic("m", 4.0, bins)
-    promised = [d.promised for d in model_demand("m", LLAMA, Slo(1.0, 0.1, 0.7), traffic).demands]
+    promised = [d.promised for d in model_demand("m", LLAMA, Slo(1.0, 0.1, 0.7), traffic).buckets]
     assert promised == [True, True, True, False]
-    assert all(d.promised for d in model_demand("m", LLAMA, Slo(1.0, 0.1, 1.0), traffic).demands)
-    assert model_demand("m", LLAMA, Slo(1.0, 0.1, 0.01), traffic).demands[0].promised
+    assert all(d.promised for d in model_demand("m", LLAMA, Slo(1.0, 0.1, 1.0), traffic).buckets)
+    assert model_demand("m", LLAMA, Slo(1.0, 0.1, 0.01), traffic).buckets[0].promised
 
 
 def test_problem_without_gpus_or_models_is_refused() -> None:

@@ -16,12 +16,12 @@ from potluck.core.values.plan import Template
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import Slo
 from potluck.plan.allocate.relaxation import Duals, Pricer
-from potluck.plan.assemble.codecs import solved
+from potluck.plan.assemble.codecs import solve_with_codecs
 from potluck.plan.assemble.columns import ProgramColumns, columns
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import copy_costs
-from potluck.plan.templates.placement_table import MOST_SETS, nodes_at_most, shelf_of
+from potluck.plan.templates.placement_table import MOST_SETS, nodes_at_most, placement_table_of
 
 ONE = ((1500, 200, 1.0),)
 OFFERS = {"east": {"1xL4": (0.8, 4), "1xL40S": (1.86, 2)}, "west": {"1xL4": (0.7, 3), "1xL40S": (1.7, 1)}}
@@ -46,11 +46,13 @@ TERMS = ModelTerms(min_copies=1, max_copies=9, max_gpu_kinds=2)
 @cache
 def priced() -> tuple[PlanningProblem, ProgramColumns]:
     problem = the_problem(TERMS)
-    return problem, columns(problem, {demand.name: every(problem, demand.name, 6) for demand in problem.asks})
+    return problem, columns(
+        problem, {demand.name: every(problem, demand.name, 6) for demand in problem.demands}
+    )
 
 
 def every(problem: PlanningProblem, name: str, few: int) -> list[Template]:
-    demand = next(item for item in problem.asks if item.name == name)
+    demand = next(item for item in problem.demands if item.name == name)
     return pipelines(problem, demand, TemplateFactory(problem).prices, few=few)
 
 
@@ -92,12 +94,12 @@ def test_priced_placement_costs_what_its_column_costs(seed: int, factor: float) 
 def test_generated_pipelines_give_the_same_cost_as_all_pipelines(terms: ModelTerms) -> None:
     """`coral` with the pipelines that were asked for costs what it does with all of them."""
     problem = the_problem(terms)
-    problem = replace(problem, asks=problem.asks[:1])
-    (demand,) = problem.asks
+    problem = replace(problem, demands=problem.demands[:1])
+    (demand,) = problem.demands
     exact = SolveSettings(time_limit_s=30.0, gap_target=1e-7)
     grown = STRATEGIES["coral"](TemplateFactory(problem), exact)
     single = TemplateFactory(problem).phased(demand)
-    _, allocation = solved(problem, {demand.name: [*single, *everything()]}, gap_target=1e-7)
+    _, allocation = solve_with_codecs(problem, {demand.name: [*single, *everything()]}, gap_target=1e-7)
     assert grown.allocation.found == allocation.found
     if allocation.found:
         assert grown.allocation.cost_usd_per_h == pytest.approx(allocation.cost_usd_per_h, rel=1e-5)
@@ -105,11 +107,11 @@ def test_generated_pipelines_give_the_same_cost_as_all_pipelines(terms: ModelTer
 
 def test_pipelines_excluded_by_terms_are_not_generated() -> None:
     problem = the_problem(ModelTerms(max_nodes=2, nodes=("1xL4",), regions=("east",)))
-    demand = problem.asks[0]
-    placement_table = shelf_of(problem, demand)
+    demand = problem.demands[0]
+    placement_table = placement_table_of(problem, demand)
     few = len(placement_table.per_s)
     costs = np.zeros((2, few))
-    chosen = placement_table.worth(problem, demand, costs, np.ones((2, len(demand.demands), 2)), few, 1.0)
+    chosen = placement_table.worth(problem, demand, costs, np.ones((2, len(demand.buckets), 2)), few, 1.0)
     names = [node.name for node in problem.nodes]
     for row in chosen.tolist():
         used = {names[c]: int(n) for c, n in enumerate(placement_table.uses[row]) if n}
@@ -117,7 +119,7 @@ def test_pipelines_excluded_by_terms_are_not_generated() -> None:
         assert used["1xL4"] <= 2
     free = replace(demand, terms=ModelTerms())
     assert len(
-        placement_table.worth(problem, free, costs, np.ones((2, len(demand.demands), 2)), few, 1.0)
+        placement_table.worth(problem, free, costs, np.ones((2, len(demand.buckets), 2)), few, 1.0)
     ) > len(chosen)
 
 
@@ -130,7 +132,10 @@ def test_pipeline_node_limit_falls_with_more_types_and_models(types: int, models
 
 def test_pipeline_table_has_part_of_the_libraries_when_time_is_short() -> None:
     problem = the_problem(ModelTerms())
-    demand = problem.asks[0]
-    some, whole = shelf_of(problem, demand, enough=lambda: True), shelf_of(problem, demand)
+    demand = problem.demands[0]
+    some, whole = (
+        placement_table_of(problem, demand, out_of_time=lambda: True),
+        placement_table_of(problem, demand),
+    )
     assert 0 < len(some.per_s) < len(whole.per_s)
     assert (some.uses == whole.uses[: len(some.uses)]).all()

@@ -41,7 +41,7 @@ def test_mixture_of_experts_has_expert_parallel_layouts_and_a_dense_model_has_no
 
 def how_of(problem: object) -> list[str]:
     shop = TemplateFactory(problem)  # type: ignore[arg-type]
-    made = shop.homogeneous(shop.problem.asks[0])
+    made = shop.homogeneous(shop.problem.demands[0])
     return [r.layout.stages[0].nodes[0].ep for t in made for r in t.replicas]
 
 

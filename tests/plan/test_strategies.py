@@ -25,7 +25,7 @@ from potluck.plan.explain import (
 )
 from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.plan.strategies.pool_strategy import worth_searching
+from potluck.plan.strategies.pool_strategy import is_searchable
 from potluck.plan.verify import verify
 
 NODES = ("1xL40S", "1xA10G", "2xL4", "1xH100", "1xA100", "1xRTX4090")
@@ -51,9 +51,7 @@ def fleets(draw: st.DrawFn) -> PlanningProblem:
 def test_auto_is_never_costlier_than_a_strategy_and_every_plan_is_sound(problem: PlanningProblem) -> None:
     """Without a written pool `auto` looks for groups of machines only in small fleets, for one model."""
     factory = TemplateFactory(problem)
-    names = [
-        name for name in STRATEGIES if name not in ("thunderserve", "hexgen") or worth_searching(problem)
-    ]
+    names = [name for name in STRATEGIES if name not in ("thunderserve", "hexgen") or is_searchable(problem)]
     plans = {name: STRATEGIES[name](factory, QUICK).plan for name in names}
     best = plans["auto"]
     for name, plan in plans.items():
@@ -78,17 +76,17 @@ def test_complexity_share_affects_the_choice_but_not_the_reported_cost(
     if chosen.plan.fraction < 1 - 1e-9:
         return
     assert chosen.plan.total_usd_per_h >= cheapest.plan.total_usd_per_h * (1 - 1e-6)
-    counted = chosen.weighed_usd_per_h - chosen.plan.total_usd_per_h
-    assert chosen.allocation.cost_usd_per_h == pytest.approx(chosen.weighed_usd_per_h, rel=1e-6)
+    counted = chosen.weighted_usd_per_h - chosen.plan.total_usd_per_h
+    assert chosen.allocation.cost_usd_per_h == pytest.approx(chosen.weighted_usd_per_h, rel=1e-6)
     again = {deployment.template for deployment in cheapest.plan.deployments}
     if chosen.columns.counts_of(cheapest.plan) is not None and again:
         crossing = any(flow.prefill_region != flow.decode_region for flow in cheapest.plan.flows)
-        most = cheapest.plan.total_usd_per_h + chosen.columns.parts_usd_per_h(cheapest.plan)
+        most = cheapest.plan.total_usd_per_h + chosen.columns.complexity_usd_per_h(cheapest.plan)
         assert crossing or chosen.plan.total_usd_per_h + counted <= most * (1 + 1e-4)
     for name in ("melange", "homo", "coral", "prfaas"):
         rival = STRATEGIES[name](TemplateFactory(weighing), QUICK)
         if rival.plan.fraction >= 1 - 1e-9 and len(problem.regions) == 1:
-            assert chosen.weighed_usd_per_h <= rival.weighed_usd_per_h * (1 + 1e-6), name
+            assert chosen.weighted_usd_per_h <= rival.weighted_usd_per_h * (1 + 1e-6), name
 
 
 @pytest.mark.slow
@@ -170,7 +168,7 @@ def test_running_plan_is_kept_when_a_change_saves_less_than_its_penalty() -> Non
     previous_plan = STRATEGIES["melange"](TemplateFactory(dear), QUICK).plan
     cheap = a_problem(ask, offers=offers)
     free = STRATEGIES["melange"](TemplateFactory(cheap), SolveSettings(running=previous_plan)).plan
-    sticky = PlanningProblem(cheap.asks, cheap.regions, cheap.nodes, init_penalty=1.0)
+    sticky = PlanningProblem(cheap.demands, cheap.regions, cheap.nodes, init_penalty=1.0)
     kept = STRATEGIES["melange"](TemplateFactory(sticky), SolveSettings(running=previous_plan)).plan
     assert free.cost_usd_per_h < previous_plan.cost_usd_per_h
     assert kept.deployments == previous_plan.deployments
@@ -230,9 +228,9 @@ def check_reasons(problem: PlanningProblem, name: str, asking: SolveSettings) ->
         left = tuple(node.name for node in problem.nodes if node.name not in reason.without)
         asks = tuple(
             replace(a, terms=replace(a.terms, nodes=left)) if a.name == reason.model else a
-            for a in problem.asks
+            for a in problem.demands
         )
-        check(reason.answer, reason.next_best_usd_per_h, replace(problem, asks=asks))
+        check(reason.answer, reason.next_best_usd_per_h, replace(problem, demands=asks))
     for node in explanation.nodes:
         assert node.rented == outcome.plan.nodes.get((node.region, node.node), 0)
         saved = None if node.one_more_usd_per_h is None else -node.one_more_usd_per_h
@@ -266,8 +264,8 @@ def test_simulated_plan_is_not_compared_with_plans_on_averages() -> None:
     """It has more than averages ask for: what a change costs is between plans of one kind."""
     factory, planner = TemplateFactory(a_problem(an_ask(rate_per_s=4.0))), STRATEGIES["melange"]
     base_outcome = planner(factory, QUICK)
-    asks = tuple(with_rate(demand, 12.0) for demand in factory.problem.asks)
-    more = planner(replace(factory, problem=replace(factory.problem, asks=asks)), QUICK)
+    asks = tuple(with_rate(demand, 12.0) for demand in factory.problem.demands)
+    more = planner(replace(factory, problem=replace(factory.problem, demands=asks)), QUICK)
     rehearsed = replace(base_outcome, plan=more.plan)
     assert more.plan.cost_usd_per_h > base_outcome.plan.cost_usd_per_h
     explanation = explain(factory, rehearsed, planner, QUICK)
@@ -300,7 +298,10 @@ def test_choices_within_prediction_error_name_the_measurement_that_would_decide(
 
 def with_rate(demand: ModelDemand, rate_per_s: float) -> ModelDemand:
     share = rate_per_s / demand.rate_per_s
-    return replace(demand, demands=tuple(replace(d, rate_per_s=d.rate_per_s * share) for d in demand.demands))
+    return replace(
+        demand,
+        buckets=tuple(replace(bucket, rate_per_s=bucket.rate_per_s * share) for bucket in demand.buckets),
+    )
 
 
 @settings(max_examples=8, deadline=None)
@@ -310,7 +311,7 @@ def test_expected_plan_figures_use_full_capacity_and_all_charges(problem: Planni
     plan = STRATEGIES["melange"](TemplateFactory(problem), QUICK).plan
     plan = replace(plan, charges=(Charge("egress", 0.75),))
     told = expected(problem, plan, {"chat": (0.25, 0.01)})
-    for demand, prediction in zip(problem.asks, told.predictions, strict=True):
+    for demand, prediction in zip(problem.demands, told.predictions, strict=True):
         assert (prediction.ttft_s, prediction.tpot_s) == (0.25, 0.01) or demand.name != "chat"
         assert prediction.simulated == (demand.name == "chat")
         tokens_per_s = prediction.prompt_tokens_per_s + prediction.answer_tokens_per_s
@@ -319,15 +320,17 @@ def test_expected_plan_figures_use_full_capacity_and_all_charges(problem: Planni
         if len(mine) == 1:  # then it has a closed form
             rates = [capacity.closed_per_s for capacity in plan.template(mine[0].template).capacity]
             busy_s = (
-                sum(d.rate_per_s / rate for d, rate in zip(demand.demands, rates, strict=True))
+                sum(bucket.rate_per_s / rate for bucket, rate in zip(demand.buckets, rates, strict=True))
                 / demand.rate_per_s
             )
             assert prediction.capacity_per_s == pytest.approx(mine[0].count / busy_s, rel=1e-5)
         before = next(item for item in plan.predictions if item.model == demand.name)
         assert prediction.capacity_per_s >= before.capacity_per_s * (1 - 1e-5)
     if plan.deployments:
-        tokens = [demand.tokens_per_s * plan.fraction_of(demand.name) * 3600 / 1e6 for demand in problem.asks]
-        paid = [usd_per_million_tokens(problem, plan, demand.name) for demand in problem.asks]
+        tokens = [
+            demand.tokens_per_s * plan.fraction_of(demand.name) * 3600 / 1e6 for demand in problem.demands
+        ]
+        paid = [usd_per_million_tokens(problem, plan, demand.name) for demand in problem.demands]
         whole = sum(cost * count for cost, count in zip(paid, tokens, strict=True))
         assert whole == pytest.approx(plan.total_usd_per_h)
 
@@ -366,8 +369,8 @@ def test_replica_with_two_roles_is_planned_only_where_both_are_used() -> None:
     (deployment,) = STRATEGIES["auto"](factory, QUICK).plan.deployments
     assert " mixed 1x" in deployment.template
     apart = replace(problem, engine=ENGINES["openai"])
-    assert TemplateFactory(problem).also_decoding(problem.asks[0])
-    assert not TemplateFactory(apart).also_decoding(apart.asks[0])
+    assert TemplateFactory(problem).also_decoding(problem.demands[0])
+    assert not TemplateFactory(apart).also_decoding(apart.demands[0])
 
 
 def test_cronus_uses_a_paired_node_only_in_its_pair() -> None:
@@ -376,7 +379,7 @@ def test_cronus_uses_a_paired_node_only_in_its_pair() -> None:
     problem = a_problem(offers=offers)
     chosen = STRATEGIES["cronus"].templates
     assert chosen is not None
-    made = chosen(TemplateFactory(problem), problem.asks[0])
+    made = chosen(TemplateFactory(problem), problem.demands[0])
     assert {(t.kind, *sorted(t.node_counts)) for t in made} == {
         ("pair", "1xA10", "1xA100-80"),
         ("homogeneous", "1xL40S"),

@@ -42,7 +42,7 @@ def test_single_templates_exist_for_every_role_and_offer_one_phase_each() -> Non
     assert of("prefill")
     assert of("decode")
     for template in SINGLE:
-        assert len(template.capacity) == len(ASK.demands)
+        assert len(template.capacity) == len(ASK.buckets)
         for capacity in template.capacity:
             rates = (capacity.prefill_per_s, capacity.decode_per_s, capacity.closed_per_s)
             assert sum(rate > 0 for rate in rates) <= 1
@@ -51,7 +51,7 @@ def test_single_templates_exist_for_every_role_and_offer_one_phase_each() -> Non
 def test_prefill_capacity_keeps_ttft_including_queueing() -> None:
     for template in of("prefill"):
         timer = layout_timer(ASK, template.replicas[0].layout, PROBLEM.by_name)
-        for capacity, demand in zip(template.capacity, ASK.demands, strict=True):
+        for capacity, demand in zip(template.capacity, ASK.buckets, strict=True):
             alone_s = float(prefill_s(timer, demand.new_tokens)[0])
             if capacity.prefill_per_s:
                 queued_s = (
@@ -66,7 +66,7 @@ def test_prefill_capacity_keeps_ttft_including_queueing() -> None:
 def test_prefill_capacity_equals_the_pipeline_library_rate() -> None:
     """Both take as many prompts into a step as there is room for."""
     template = next(t for t in of("prefill") if t.nodes[0].node == "1xH100-SXM")
-    for demand, capacity in zip(ASK.demands, template.capacity, strict=True):
+    for demand, capacity in zip(ASK.buckets, template.capacity, strict=True):
         rates, _ = stage_rates(
             ASK.model,
             [PROBLEM.by_name["1xH100-SXM"]],
@@ -148,7 +148,9 @@ def test_combos_keep_only_the_better_direction_of_a_type_pair() -> None:
 def test_efficiency_is_tokens_per_dollar() -> None:
     template = of("mixed")[0]
     rate = served_per_s(ASK, template)
-    time = sum(d.rate_per_s / c.closed_per_s for d, c in zip(ASK.demands, template.capacity, strict=True))
+    time = sum(
+        bucket.rate_per_s / c.closed_per_s for bucket, c in zip(ASK.buckets, template.capacity, strict=True)
+    )
     assert rate == pytest.approx(ASK.rate_per_s / time)
     tokens = ASK.tokens_per_s / ASK.rate_per_s
     want = rate * tokens * 3600 / PRICES[template.nodes[0].node]
@@ -167,7 +169,7 @@ def test_pair_capacity_is_never_below_its_high_end_replica_alone() -> None:
             if mine.closed_per_s:
                 assert mine.closed_per_s >= other_capacity.closed_per_s * (1 - 1e-9)
                 better += mine.closed_per_s > other_capacity.closed_per_s * 1.01
-                assert not ASK.demands[mine.bucket].promised or mine.ttft_s <= ASK.slo.ttft_s * (1 + 1e-9)
+                assert not ASK.buckets[mine.bucket].promised or mine.ttft_s <= ASK.slo.ttft_s * (1 + 1e-9)
                 assert mine.tpot_s <= ASK.slo.tpot_s * (1 + 1e-9)
     assert better, "a low-end GPU should relieve at least one high-end one"
 
@@ -215,7 +217,7 @@ def test_looser_objective_never_lowers_capacity(ttft_s: float, tpot_s: float, lo
 def test_mixed_pipeline_keeps_its_objective_and_gains_from_stages() -> None:
     """Two halves on two nodes have twice the memory and turn about: more than one node, at most about twice it."""
     problem = a_problem(an_ask(lengths=((1000, 200, 1.0),)), offers={"east": {"1xL40S": (1.9, 2)}})
-    ask, name = problem.asks[0], "1xL40S"
+    ask, name = problem.demands[0], "1xL40S"
     whole = Layout((Stage(32, (StageNode(name, 1),)),))
     halves = Layout(tuple(Stage(16, (StageNode(name, 1),)) for _ in range(2)))
     capacity = replica_capacity(ask, whole, problem.by_name, "mixed", 0.8)[0]

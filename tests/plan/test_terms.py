@@ -14,7 +14,7 @@ from potluck.core.values.types import Link, NodeOffer, Slo
 from potluck.plan.explain import spot_risks, term_prices
 from potluck.plan.problem import PlanningProblem, without_nodes
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
-from potluck.plan.strategies.template_factory import allocated
+from potluck.plan.strategies.template_factory import solve_over
 from potluck.plan.timing.network_cards import wire_bits
 from potluck.plan.verify import verify
 
@@ -109,7 +109,7 @@ def test_limit_terms_are_kept_and_verified(terms: ModelTerms) -> None:
     problem = asked(terms)
     plan = sound(problem)
     other = replace(
-        PLAIN, asks=(replace(PLAIN.asks[0], terms=ModelTerms(nodes=("1xA10G",), regions=("east",))),)
+        PLAIN, demands=(replace(PLAIN.demands[0], terms=ModelTerms(nodes=("1xA10G",), regions=("east",))),)
     )
     if terms.regions or terms.residency or terms.nodes:
         assert verify(problem, sound(other))
@@ -137,7 +137,9 @@ def test_min_copies_counts_only_copies_that_serve_requests() -> None:
     for other in ("prefill", "decode"):
         able = [d for d in plan.deployments if plan.template(d.template).replicas[0].role != other]
         assert sum(d.count for d in able) >= 2
-    assert planned(replace(problem, asks=(replace(ask, terms=ModelTerms(min_copies=3)),))).plan.fraction == 1
+    assert (
+        planned(replace(problem, demands=(replace(ask, terms=ModelTerms(min_copies=3)),))).plan.fraction == 1
+    )
 
 
 def test_max_copies_serves_part_of_the_demand_and_names_the_limit() -> None:
@@ -182,13 +184,13 @@ def test_egress_is_charged_and_verified() -> None:
         links=links,
     )
     factory = TemplateFactory(problem)
-    made = factory.phased(problem.asks[0])
+    made = factory.phased(problem.demands[0])
     few = [t for t in made if t.replicas[0].role == ("prefill" if "A10G" in t.name else "decode")]
-    plan = allocated(factory, SETTINGS, "prfaas", {"chat": few}).plan
+    plan = solve_over(factory, SETTINGS, "prfaas", {"chat": few}).plan
     assert plan.fraction == 1
     assert verify(problem, plan) == ()
     gb_per_s = sum(
-        flow.rate_per_s * float(wire_bits(problem.asks[0], flow.codec)[flow.bucket]) / 8e9
+        flow.rate_per_s * float(wire_bits(problem.demands[0], flow.codec)[flow.bucket]) / 8e9
         for flow in plan.flows
     )
     (charge,) = plan.charges

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from allocate_reference import random_cards, random_flow
 
-from potluck.plan.allocate.flow import settle, solve_flow, start_vector
+from potluck.plan.allocate.flow import fix_counts, solve_flow, start_vector
 from potluck.plan.allocate.highs import Deadline
 from potluck.plan.allocate.matrix import FlowRows
 from potluck.plan.allocate.program import ColumnKey, DemandBucket, FlowProgram, ModelColumns, NodeSupply
-from potluck.plan.allocate.relaxation import Pricer, relax_flow, with_whole_rows
+from potluck.plan.allocate.relaxation import Pricer, relax_flow, with_whole_copy_rows
 
 LIMIT_S = 60.0
 
@@ -30,7 +30,7 @@ def strengthened(program: FlowProgram) -> tuple[FlowProgram, float, float] | Non
         return None
     plain = relax_flow(pricer, deadline(), at_cost=True, keys=most.keys)
     assert plain is not None
-    rows = with_whole_rows(pricer, plain, deadline())
+    rows = with_whole_copy_rows(pricer, plain, deadline())
     return None if rows is None else (rows[0].program, plain.bound, rows[1].bound)
 
 
@@ -54,7 +54,7 @@ def test_strengthening_rows_hold_for_every_feasible_plan(make: type[FlowProgram]
         matrix = FlowRows(program, keys)
         for counts in itertools.product(range(3), repeat=len(some)):
             held = {key: n for key, n in zip(some, counts, strict=True) if n}
-            if settle(matrix, start_vector(matrix, held), True, deadline()) is None:
+            if fix_counts(matrix, start_vector(matrix, held), True, deadline()) is None:
                 continue
             seen += 1
             for row in rows:

@@ -39,11 +39,11 @@ def a_trial(
     plan = melange(TemplateFactory(problem), SETTINGS).plan
     resolved_plan = ResolvedPlan(
         plan,
-        {demand.name: demand.model for demand in problem.asks},
+        {demand.name: demand.model for demand in problem.demands},
         problem.by_name,
         problem.regions,
         (),
-        {demand.name: demand.slo for demand in problem.asks},
+        {demand.name: demand.slo for demand in problem.demands},
         {item.model: (item.mean_input_tokens, item.mean_output_tokens) for item in traffic},
     )
     asked = {item.model: item for item in traffic}

@@ -14,7 +14,7 @@ from potluck.plan.strategies import TemplateFactory
 from potluck.rehearse.queueing_margins import APART, DeploymentQueue, _late, queues_of
 
 PROBLEM = a_problem()
-ASK = PROBLEM.asks[0]
+ASK = PROBLEM.demands[0]
 QUEUE = DeploymentQueue("prefill", 1, 0.7, 0.1, 1.0, 0.0, 0.0, 0.3, 1.0)
 
 

@@ -16,10 +16,10 @@ from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.service import CLASSES, ModelTerms
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.allocate.allocation import Shortfall
-from potluck.plan.assemble.even_shares import evened
+from potluck.plan.assemble.even_shares import balance_load
 from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.plan.strategies.template_factory import allocated
+from potluck.plan.strategies.template_factory import solve_over
 from potluck.plan.verify import verify
 from potluck.rehearse.evidence import Evidence, evidence_of
 from potluck.rehearse.queueing_margins import assembled, restored, scaled
@@ -56,7 +56,7 @@ def needing(
 
 def every_fleet(problem: PlanningProblem, most: int) -> list[Plan]:
     """All plans of up to so many single nodes, each with the best of its templates, that serve the demand."""
-    (demand,) = problem.asks
+    (demand,) = problem.demands
     best = {}
     for template in TemplateFactory(problem).mixed(demand):
         node, rate = template.nodes[0].node, min(item.closed_per_s for item in template.capacity)
@@ -72,7 +72,7 @@ def every_fleet(problem: PlanningProblem, most: int) -> list[Plan]:
             deployments=tuple(Deployment(template.name, "here", count) for template, count in used),
             cost_usd_per_h=sum(OFFERS[template.nodes[0].node][0] * count for template, count in used),
         )
-        if used and (even := evened(problem, raw)) is not raw and not verify(problem, even):
+        if used and (even := balance_load(problem, raw)) is not raw and not verify(problem, even):
             plans.append(even)
     return plans
 
@@ -160,7 +160,7 @@ def test_plan_search_treats_models_separately_and_combines_them() -> None:
     planner = Mock(side_effect=melange)
     result = rehearse(TemplateFactory(problem), planner, SETTINGS, needing(problem, needed), GENEROUS)
     assert result.chosen is not None
-    planned = [[ask.name for ask in call.args[0].problem.asks] for call in planner.call_args_list]
+    planned = [[ask.name for ask in call.args[0].problem.demands] for call in planner.call_args_list]
     assert planned[:2] == [["chat", "code"], ["chat"]]
     assert ["code"] not in planned, "it held at once"
     assert spare_of(result.chosen.plan, problem, "chat") >= 2.5 / 1.0001
@@ -227,8 +227,8 @@ def test_plan_search_ends_on_the_budget_where_nodes_are_left() -> None:
 
 def test_plan_search_ends_on_terms_that_allow_no_more_copies() -> None:
     problem = a_problem(a_traffic(), offers={"1xA10G": (1.0, 50)})
-    (ask,) = problem.asks
-    limited = replace(problem, asks=(replace(ask, terms=ModelTerms(max_copies=4)),))
+    (ask,) = problem.demands
+    limited = replace(problem, demands=(replace(ask, terms=ModelTerms(max_copies=4)),))
     result = rehearse(TemplateFactory(limited), melange, SETTINGS, never, GENEROUS)
     assert (result.chosen, result.end.ending) == (None, "terms")
     assert "at most 4 copies of chat" in result.end.words
@@ -332,7 +332,7 @@ def test_mixed_pipeline_plan_runs_as_planned() -> None:
     kind = nodes.node_type("2xRTX4090")
     problem = PlanningProblem((wanted,), (Region("here", (NodeOffer(kind.name, 1.0, 6),)),), (kind,))
     shop = TemplateFactory(problem)
-    plan = allocated(
+    plan = solve_over(
         shop, SolveSettings(time_limit_s=5.0), "aggregated", {"big": shop.aggregated(wanted)}
     ).plan
     assert plan.fraction == 1
@@ -383,7 +383,7 @@ def with_classes(share: float, strict: Slo) -> tuple[PlanningProblem, Traffic]:
     demand = model_demand(
         "chat", models.model("Llama-3.1-8B"), Slo(1.0, 0.06), traffic, promises={"interactive": strict}
     )
-    return replace(a_problem(), asks=(demand,)), traffic
+    return replace(a_problem(), demands=(demand,)), traffic
 
 
 def test_small_request_class_is_judged_by_its_own_objective() -> None:

@@ -206,7 +206,7 @@ def served(plan: Plan) -> SimResult:
     load = workload("m", when, np.full(len(when), LENGTHS[0]), np.full(len(when), LENGTHS[1]))
     resolved = ResolvedPlan(
         plan,
-        {"m": PROBLEM.asks[0].model},
+        {"m": PROBLEM.demands[0].model},
         PROBLEM.by_name,
         REGIONS,
         slos={"m": SLO},

@@ -238,11 +238,11 @@ def a_problem(gbps: float, rate_per_s: float = 8.0) -> PlanningProblem:
 def scene(problem: PlanningProblem, plan: Plan) -> ResolvedPlan:
     return ResolvedPlan(
         plan,
-        {demand.name: demand.model for demand in problem.asks},
+        {demand.name: demand.model for demand in problem.demands},
         problem.by_name,
         problem.regions,
         problem.links,
-        {demand.name: demand.slo for demand in problem.asks},
+        {demand.name: demand.slo for demand in problem.demands},
         {"chat": (TRAFFIC.mean_input_tokens, TRAFFIC.mean_output_tokens)},
     )
 
@@ -272,7 +272,7 @@ def test_plan_does_not_exceed_the_bandwidth_of_network_cards() -> None:
     problem = replace(a_problem(1.0, rate_per_s=60.0), codecs=("fp16",))
     plan = STRATEGIES["prfaas"](TemplateFactory(problem), SolveSettings(time_limit_s=10)).plan
     assert verify(problem, plan) == ()
-    bits = wire_bits(problem.asks[0], "fp16")
+    bits = wire_bits(problem.demands[0], "fp16")
     sent = sum(float(bits[flow.bucket]) * flow.rate_per_s for flow in plan.flows)
     assert sent <= 0.8 * 0.94e9 * sum(plan.nodes.values()) / 2 * (1 + 1e-6)
     smaller = replace(problem, codecs=("fp16", "int8", "int4"))

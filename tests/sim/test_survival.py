@@ -61,11 +61,11 @@ def attained(
     """The share of requests after the fault that kept the objective."""
     resolved = ResolvedPlan(
         plan,
-        {"chat": problem.asks[0].model},
+        {"chat": problem.demands[0].model},
         problem.by_name,
         problem.regions,
         (),
-        {"chat": problem.asks[0].slo},
+        {"chat": problem.demands[0].slo},
         {"chat": (TRAFFIC.mean_input_tokens, TRAFFIC.mean_output_tokens)},
     )
     workload = of_traffic([replace(TRAFFIC, rate_per_s=rate_per_s)], 1200, 1, 1.0)

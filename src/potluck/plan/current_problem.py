@@ -58,7 +58,7 @@ def longest_start_s(problem: PlanningProblem, startups: Startups | None = None) 
     costs = startups or {}
     return max(
         startup_s(weight_bytes(demand.model), costs=costs.get(demand.name, DEFAULT_COSTS)).total_s
-        for demand in problem.asks
+        for demand in problem.demands
     )
 
 
@@ -72,14 +72,14 @@ def problem_now(
 ) -> PlanningProblem:
     """A problem for the rates and lengths now seen, at the prices and with the nodes of now; starts cost K."""
     seen = {length.model: length for length in lengths}
-    asks = tuple(
-        ask_now(demand, rates_per_s.get(demand.name), seen.get(demand.name)) for demand in problem.asks
+    demands = tuple(
+        ask_now(demand, rates_per_s.get(demand.name), seen.get(demand.name)) for demand in problem.demands
     )
     regions = problem.regions if regions is None else regions
     if not any(offer.available for region in regions for offer in region.offers):
         raise CapacityError("no region has any node at present")
     share = start_share(problem, interval_s, startups)
-    return replace(problem, asks=asks, regions=regions, init_penalty=share)
+    return replace(problem, demands=demands, regions=regions, init_penalty=share)
 
 
 def ask_now(known_demand: ModelDemand, rate_per_s: float | None, seen: SeenLengths | None) -> ModelDemand:
@@ -93,12 +93,12 @@ def ask_now(known_demand: ModelDemand, rate_per_s: float | None, seen: SeenLengt
             _traffic(known_demand, rate, seen),
             known_demand.terms,
         )
-        return replace(known_demand, slo=made.slo, demands=made.demands)
+        return replace(known_demand, slo=made.slo, buckets=made.buckets)
     if known_demand.rate_per_s <= 0:
         return known_demand
     factor = rate / known_demand.rate_per_s
-    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in known_demand.demands)
-    return replace(known_demand, demands=demands)
+    buckets = tuple(replace(bucket, rate_per_s=bucket.rate_per_s * factor) for bucket in known_demand.buckets)
+    return replace(known_demand, buckets=buckets)
 
 
 def drifted(known_demand: ModelDemand, seen: SeenLengths) -> bool:
@@ -107,9 +107,13 @@ def drifted(known_demand: ModelDemand, seen: SeenLengths) -> bool:
     if count <= 0 or known_demand.rate_per_s <= 0:
         return False
     prompt = sum(tokens * value for tokens, value in seen.prompts) / count
-    planned_prompt = sum(d.new_tokens * d.rate_per_s for d in known_demand.demands) / known_demand.rate_per_s
+    planned_prompt = (
+        sum(bucket.new_tokens * bucket.rate_per_s for bucket in known_demand.buckets)
+        / known_demand.rate_per_s
+    )
     planned_output = (
-        sum(d.output_tokens * d.rate_per_s for d in known_demand.demands) / known_demand.rate_per_s
+        sum(bucket.output_tokens * bucket.rate_per_s for bucket in known_demand.buckets)
+        / known_demand.rate_per_s
     )
     off = max(abs(prompt / planned_prompt - 1), abs(seen.output_tokens / planned_output - 1))
     return off > DRIFT
@@ -134,9 +138,9 @@ class TemplateFactories:
 
     def at(self, problem: PlanningProblem) -> TemplateFactory:
         lengths = tuple(
-            (demand.name, d.input_tokens, d.longest_tokens, d.output_tokens, d.promised)
-            for demand in problem.asks
-            for d in demand.demands
+            (demand.name, bucket.input_tokens, bucket.longest_tokens, bucket.output_tokens, bucket.promised)
+            for demand in problem.demands
+            for bucket in demand.buckets
         )
         prices = tuple(
             (r.name, o.node, o.price_usd_per_h) for r in problem.regions for o in r.offers if o.available
@@ -144,7 +148,7 @@ class TemplateFactories:
         if self._timed[0] != lengths:
             self._timed = (lengths, {})
         kept = self._kept.pop((prices, lengths), None)
-        template_factory = kept or TemplateFactory(problem, timed=self._timed[1])
+        template_factory = kept or TemplateFactory(problem, timed_pipelines=self._timed[1])
         self._kept[prices, lengths] = template_factory
         for old in list(self._kept)[:-KEPT]:
             del self._kept[old]
@@ -155,10 +159,10 @@ MOST = 24  # Templates of a model: all pairs of six node types, and some more.
 
 
 def with_candidates(factory: TemplateFactory, plan: Plan) -> Plan:
-    factory = factory.settled(plan)
+    factory = factory.with_formats_of(plan)
     used = {template.name for template in plan.templates}
     result: list[Template] = []
-    for demand in factory.problem.asks:
+    for demand in factory.problem.demands:
         strategy = STRATEGIES.get(plan.strategy)
         if strategy is None or strategy.templates is None:
             continue
@@ -239,10 +243,10 @@ def _phase(template: Template) -> str:
 
 
 def _per_request(
-    strategy: str, model_demand: ModelDemand, template: Template, prices: Mapping[str, float]
+    strategy: str, demand: ModelDemand, template: Template, prices: Mapping[str, float]
 ) -> float:
     """What the strategy has a request a second cost."""
-    rates = rates_of(template, {demand.bucket: demand.rate_per_s or 1.0 for demand in model_demand.demands})
+    rates = rates_of(template, {bucket.bucket: bucket.rate_per_s or 1.0 for bucket in demand.buckets})
     serves = max(rates)
     if serves <= 0:
         return inf
@@ -263,7 +267,7 @@ MIXED = ((256, 16), (1024, 64), (2048, 4), (512, 256))
 def observed(problem: PlanningProblem, paces: Sequence[ObservedSpeed], day: str) -> PlanningProblem:
     """The problem with the paces that matter; of models and nodes that it does not have, none does."""
     known = {(each.model, each.node) for each in paces if each.matters}
-    asks = tuple(
+    demands = tuple(
         replace(
             demand,
             profiles=(
@@ -279,9 +283,9 @@ def observed(problem: PlanningProblem, paces: Sequence[ObservedSpeed], day: str)
         )
         if any(model == demand.name for model, _ in known)
         else demand
-        for demand in problem.asks
+        for demand in problem.demands
     )
-    return replace(problem, asks=asks)
+    return replace(problem, demands=demands)
 
 
 def profile_of(

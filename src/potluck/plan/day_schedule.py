@@ -57,16 +57,16 @@ def schedule(
     if len(rates_per_s) < 2:
         raise InputError("schedule", "needs rates for at least two parts of the day")
     problem, hours = factory.problem, 24.0 / len(rates_per_s)
-    names = [demand.name for demand in problem.asks]
+    names = [demand.name for demand in problem.demands]
     asked = [
-        tuple(part.get(demand.name, demand.rate_per_s) for demand in problem.asks) for part in rates_per_s
+        tuple(part.get(demand.name, demand.rate_per_s) for demand in problem.demands) for part in rates_per_s
     ]
     peaks = [_rounded_up(asked, part) for part in asked]
     top = peak_of(peaks)
     said("the day's peaks")
     static_plan = planner(replace(factory, problem=at_rates(problem, top)), settings).plan
     made: dict[Peaks, Plan] = {top: static_plan}
-    penalty = max(startup_s(weight_bytes(demand.model)).total_s for demand in problem.asks) / 3600
+    penalty = max(startup_s(weight_bytes(demand.model)).total_s for demand in problem.demands) / 3600
 
     distinct = sorted({*peaks, top}, reverse=True)
     plans = []
@@ -130,21 +130,19 @@ def peak_of(parts: Sequence[Peaks]) -> Peaks:
 
 
 def at_rates(problem: PlanningProblem, rates_per_s: Peaks) -> PlanningProblem:
-    def at(model_demand: ModelDemand, rate: float) -> ModelDemand:
-        factor = rate / model_demand.rate_per_s if model_demand.rate_per_s > 0 else 0.0
-        demands = tuple(
-            replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in model_demand.demands
-        )
-        return replace(model_demand, demands=demands)
+    def at(demand: ModelDemand, rate: float) -> ModelDemand:
+        factor = rate / demand.rate_per_s if demand.rate_per_s > 0 else 0.0
+        buckets = tuple(replace(bucket, rate_per_s=bucket.rate_per_s * factor) for bucket in demand.buckets)
+        return replace(demand, buckets=buckets)
 
-    asks = tuple(at(model_demand, rate) for model_demand, rate in zip(problem.asks, rates_per_s, strict=True))
-    return replace(problem, asks=asks)
+    demands = tuple(at(demand, rate) for demand, rate in zip(problem.demands, rates_per_s, strict=True))
+    return replace(problem, demands=demands)
 
 
 def change_usd(problem: PlanningProblem, previous_plan: Plan, next_plan: Plan) -> float:
     if previous_plan is next_plan:
         return 0.0
-    offers, asks = offers_of(problem), {demand.name: demand for demand in problem.asks}
+    offers, asks = offers_of(problem), {demand.name: demand for demand in problem.demands}
     held = {(d.template, d.region): d.count for d in previous_plan.deployments}
     wanted = {(d.template, d.region): d.count for d in next_plan.deployments}
     total = 0.0

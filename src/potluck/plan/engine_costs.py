@@ -59,11 +59,16 @@ def engine_cost(
     if left_s < max(LEAST_SHARE * settings.time_limit_s, AS_LONG * spent_s):
         return EngineCost(engine.engine, engine.title, known=False)
     unlimited = replace(problem, engine=UNLIMITED)
-    free = TemplateFactory(unlimited, books=factory.books, said=factory.said, grown=factory.grown)
+    free = TemplateFactory(
+        unlimited,
+        rate_caches=factory.rate_caches,
+        report_progress=factory.report_progress,
+        relaxation_columns=factory.relaxation_columns,
+    )
     # What is known is where it begins, and it may take as long as the plan itself did.
     limit_s = min(left_s, max(spent_s, LEAST_SHARE * settings.time_limit_s))
-    asking, starts = outcome.plan.fraction >= 1, (*settings.starts, outcome.plan)
-    again = replace(settings, time_limit_s=limit_s, start_s=None, asking=asking, starts=starts)
+    what_if, start_plans = outcome.plan.fraction >= 1, (*settings.start_plans, outcome.plan)
+    again = replace(settings, time_limit_s=limit_s, start_s=None, what_if=what_if, start_plans=start_plans)
     try:
         other_outcome = planner(free, again)
     except PotluckError as error:  # the plan itself was made before
@@ -75,7 +80,7 @@ def engine_cost(
 
 def _matters(problem: PlanningProblem) -> bool:
     """Whether the limits may leave anything out: a single node without experts has one layout on any engine."""
-    if problem.engine == UNLIMITED or not any(demand.rate_per_s > 0 for demand in problem.asks):
+    if problem.engine == UNLIMITED or not any(demand.rate_per_s > 0 for demand in problem.demands):
         return False
     nodes = sum(offer.available for region in problem.regions for offer in region.offers)
     return nodes > 1 or any(node.gpus > 1 for node in problem.offered)
@@ -84,7 +89,7 @@ def _matters(problem: PlanningProblem) -> bool:
 def _compared(problem: PlanningProblem, plan: Plan, free: Plan, gap: float) -> EngineCost:
     engine = problem.engine
     settled = problem.in_formats(free.formats)
-    models = {demand.name: demand.model for demand in settled.asks}
+    models = {demand.name: demand.model for demand in settled.demands}
     what = tuple(dict.fromkeys(broken.limit.what for broken in broken_limits(free, models, engine)))
     saves = plan.total_usd_per_h - free.total_usd_per_h
     more = free.fraction - plan.fraction

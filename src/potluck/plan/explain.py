@@ -67,7 +67,7 @@ def term_prices(
 ) -> tuple[TermPrice, ...]:
     """By planning again without each; `outcome` is the plan with all of them."""
     prices = []
-    for demand in factory.problem.asks:
+    for demand in factory.problem.demands:
         for term, words, changed in _changes(demand):
             fresh = changed.slo != demand.slo or changed.origins != demand.origins  # templates are timed anew
             there = _with(factory.problem, changed)
@@ -92,7 +92,7 @@ def order_price(base_outcome: PlanOutcome) -> tuple[TermPrice, ...]:
     price = base_outcome.allocation.order
     if price is None:
         return ()
-    models = ", ".join(base_outcome.columns.problem.asks[m].name for m in price.models)
+    models = ", ".join(base_outcome.columns.problem.demands[m].name for m in price.models)
     words, exact = "who is computed in another region is longer than who stays", base_outcome.allocation.found
     return (TermPrice(models, "order", words, price.usd_per_h, price.fraction, exact),)
 
@@ -104,10 +104,10 @@ def crossing_lines(
     problem, allocation, lines = factory.problem, base_outcome.allocation, []
     if base_outcome.plan.strategy != "prfaas" or any(flow.source != flow.target for flow in allocation.flows):
         return ()
-    phased = {demand.name: factory.phased(demand) for demand in problem.asks}
+    phased = {demand.name: factory.phased(demand) for demand in problem.demands}
     smallest = dict.fromkeys(phased, problem.codecs[-1])
     try:
-        program = columns(problem, phased, codecs=smallest, rate_caches=factory.books).program
+        program = columns(problem, phased, codecs=smallest, rate_caches=factory.rate_caches).program
     except PotluckError as error:
         return (f"nothing crosses; what it would cost is not known: {error}",)
     regions = program.fleet.regions
@@ -141,8 +141,8 @@ def _changes(demand: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
 def _with(problem: PlanningProblem, demand: ModelDemand) -> PlanningProblem:
     return replace(
         problem,
-        asks=tuple(
-            demand if model_demand.name == demand.name else model_demand for model_demand in problem.asks
+        demands=tuple(
+            demand if model_demand.name == demand.name else model_demand for model_demand in problem.demands
         ),
     )
 
@@ -151,7 +151,7 @@ def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
     """Models with spot nodes, how often these go, and what is left without them."""
     offers, risks = offers_of(problem), []
     cells = [cell for _, item in domains(problem)["spot"] for cell in item]
-    for demand in problem.asks if cells else ():
+    for demand in problem.demands if cells else ():
         copies, nodes, spot, often = _copies(plan, demand.name), 0, 0, 0.0
         for deployment in plan.deployments:
             template = plan.template(deployment.template)
@@ -178,7 +178,7 @@ def _copies(plan: Plan, model: str) -> dict[tuple[str, str], int]:
 def single_copies(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str], ...]:
     """(model, copy) of those without which nothing at all is served of a model."""
     result = []
-    for demand in problem.asks:
+    for demand in problem.demands:
         copies = _copies(plan, demand.name) if demand.rate_per_s > 0 else {}
         for (template, region), count in copies.items():
             left = {key: n for key, n in copies.items() if key != (template, region)}
@@ -212,8 +212,10 @@ def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[fl
             served = plan.fraction_of(demand.name)
             prediction = replace(
                 prediction,
-                prompt_tokens_per_s=served * sum(d.rate_per_s * d.input_tokens for d in demand.demands),
-                answer_tokens_per_s=served * sum(d.rate_per_s * d.output_tokens for d in demand.demands),
+                prompt_tokens_per_s=served
+                * sum(bucket.rate_per_s * bucket.input_tokens for bucket in demand.buckets),
+                answer_tokens_per_s=served
+                * sum(bucket.rate_per_s * bucket.output_tokens for bucket in demand.buckets),
                 capacity_per_s=prediction.capacity_per_s * more,
                 slowest_per_s=prediction.slowest_per_s * more,
                 fastest_per_s=prediction.fastest_per_s * more,
@@ -288,12 +290,12 @@ def explain(
     Changes are compared with what the same planner makes of the problem as it is. Where the plan is another one, as
     cheaper ones missed in a rehearsal, it is asked for that first.
     """
-    factory = factory.settled(outcome.plan)
+    factory = factory.with_formats_of(outcome.plan)
     problem, plan = factory.problem, outcome.plan
-    questions = len(problem.asks) + 2 * sum(1 for count in plan.nodes.values() if count) + 1
+    questions = len(problem.demands) + 2 * sum(1 for count in plan.nodes.values() if count) + 1
     each_s = settings.time_limit_s * ASKING_SHARE / questions
     known = (plan, *outcome.alternatives)  # where they are plans of the changed problem too
-    settings = replace(settings, time_limit_s=each_s, start_s=None, starts=known, asking=True)
+    settings = replace(settings, time_limit_s=each_s, start_s=None, start_plans=known, what_if=True)
     base_outcome, same = outcome, outcome.allocation.rent_usd_per_h
     if plan.fraction >= 1 and abs(plan.cost_usd_per_h - same) > 1e-6 * max(plan.cost_usd_per_h, 1e-9):
         again = _planned(planner, factory, settings)
@@ -301,11 +303,13 @@ def explain(
             (outcome, _failing(again)) if isinstance(again, Unanswered) else (again, planner)
         )
     return Explanation(
-        tuple(_model(factory, plan, base_outcome, planner, settings, demand.name) for demand in problem.asks),
+        tuple(
+            _model(factory, plan, base_outcome, planner, settings, demand.name) for demand in problem.demands
+        ),
         tuple(_nodes(factory, plan, base_outcome, planner, settings)),
         (
             *order_price(base_outcome),
-            *term_prices(factory, base_outcome, planner, replace(settings, asking=plan.fraction >= 1)),
+            *term_prices(factory, base_outcome, planner, replace(settings, what_if=plan.fraction >= 1)),
         ),
         outcome.tried,
         crossings=crossing_lines(factory, base_outcome, settings),
@@ -438,7 +442,7 @@ def _unsure(problem: PlanningProblem, model: str, *plans: Plan) -> str:
 def usd_per_million_tokens(problem: PlanningProblem, plan: Plan, model: str) -> float:
     """What the nodes that serve a model cost per million of its tokens."""
     cost = _usd_per_h(problem, plan, model)
-    demand = next(demand for demand in problem.asks if demand.name == model)
+    demand = next(demand for demand in problem.demands if demand.name == model)
     tokens_per_h = demand.tokens_per_s * plan.fraction_of(model) * 3600
     return cost / tokens_per_h * 1e6 if tokens_per_h > 0 else 0.0
 
@@ -460,23 +464,25 @@ def usd_range(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
 def tokens_per_usd(problem: PlanningProblem, plan: Plan, model: str) -> tuple[float, float]:
     """CAUCHY's cost efficiency of a plan: prompt and answer tokens that a dollar buys; 0 where nothing is paid."""
     cost = _usd_per_h(problem, plan, model)
-    model_demand = next(model_demand for model_demand in problem.asks if model_demand.name == model)
+    demand = next(demand for demand in problem.demands if demand.name == model)
     served = plan.fraction_of(model) * 3600 / cost if cost > 0 else 0.0
-    prompts = sum(demand.rate_per_s * demand.input_tokens for demand in model_demand.demands)
-    answers = sum(demand.rate_per_s * demand.output_tokens for demand in model_demand.demands)
+    prompts = sum(bucket.rate_per_s * bucket.input_tokens for bucket in demand.buckets)
+    answers = sum(bucket.rate_per_s * bucket.output_tokens for bucket in demand.buckets)
     return prompts * served, answers * served
 
 
 def copy_tokens_per_usd(problem: PlanningProblem, plan: Plan, deployment: Deployment) -> tuple[float, float]:
     """The same of one deployment: tokens of the prompts it computes and of the answers it makes, as planned."""
     template = plan.template(deployment.template)
-    model_demand = next(model_demand for model_demand in problem.asks if model_demand.name == template.model)
+    model_demand = next(
+        model_demand for model_demand in problem.demands if model_demand.name == template.model
+    )
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     cost = sum(prices[deployment.region, n.node] * n.count for n in template.nodes) * deployment.count
     prompts = answers = 0.0
     for share in plan.shares:
         if (share.template, share.region) == (deployment.template, deployment.region):
-            demand = model_demand.demands[share.bucket]
+            demand = model_demand.buckets[share.bucket]
             prompts += share.rate_per_s * demand.input_tokens * (share.phase != "decode")
             answers += share.rate_per_s * demand.output_tokens * (share.phase != "prefill")
     return (prompts * 3600 / cost, answers * 3600 / cost) if cost > 0 else (0.0, 0.0)
@@ -486,7 +492,9 @@ def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
     """Prompt and answer tokens per dollar: of the whole plan, of each model and of each deployment."""
     models = {each.model: tokens_per_usd(problem, plan, each.model) for each in plan.predictions}
     served = 3600 / plan.total_usd_per_h if plan.total_usd_per_h > 0 else 0.0
-    shares = [(d, plan.fraction_of(demand.name)) for demand in problem.asks for d in demand.demands]
+    shares = [
+        (bucket, plan.fraction_of(demand.name)) for demand in problem.demands for bucket in demand.buckets
+    ]
     prompts = sum(d.rate_per_s * d.input_tokens * share for d, share in shares)
     answers = sum(d.rate_per_s * d.output_tokens * share for d, share in shares)
     copies = [(deployment, copy_tokens_per_usd(problem, plan, deployment)) for deployment in plan.deployments]
@@ -516,8 +524,10 @@ def _without_nodes(
     factory: TemplateFactory, planner: Planner, settings: SolveSettings, model: str, barred: tuple[str, ...]
 ) -> PlanOutcome | Unanswered:
     problem = factory.problem
-    asks = tuple(_off(problem, demand, barred) if demand.name == model else demand for demand in problem.asks)
-    return _planned(planner, replace(factory, problem=replace(problem, asks=asks)), settings)
+    demands = tuple(
+        _off(problem, demand, barred) if demand.name == model else demand for demand in problem.demands
+    )
+    return _planned(planner, replace(factory, problem=replace(problem, demands=demands)), settings)
 
 
 def _off(problem: PlanningProblem, demand: ModelDemand, barred: tuple[str, ...]) -> ModelDemand:
@@ -542,7 +552,12 @@ def _nodes(
         if available < (least := pinned.get((region, node), 0)):
             return "not known", None, f"pinned copies need {least} {node} in {region}"
         there = without_nodes(problem, region, node, available)
-        known = TemplateFactory(there, factory.made, books=factory.books, grown=factory.grown)
+        known = TemplateFactory(
+            there,
+            factory.templates_by_kind,
+            rate_caches=factory.rate_caches,
+            relaxation_columns=factory.relaxation_columns,
+        )
         other_outcome = _planned(planner, known, settings)
         return (
             ("not known", None, other_outcome.reason)
@@ -583,7 +598,7 @@ def _last_node(problem: PlanningProblem, offer: NodeOffer, rented: int) -> bool:
 
 
 def why_not(problem: PlanningProblem, model: str) -> str:
-    demand = next(model_demand for model_demand in problem.asks if model_demand.name == model)
+    demand = next(model_demand for model_demand in problem.demands if model_demand.name == model)
     fastest: list[tuple[float, float]] = []
     for node in problem.offered:
         most = min(node.gpus, problem.engine.most_tensor or node.gpus)
@@ -595,7 +610,7 @@ def why_not(problem: PlanningProblem, model: str) -> str:
                 continue
             if fits(demand, layout, problem.by_name):
                 timer = layout_timer(demand, layout, problem.by_name)
-                prompt, context = demand.demands[0].new_tokens, float(demand.demands[0].input_tokens)
+                prompt, context = demand.buckets[0].new_tokens, float(demand.buckets[0].input_tokens)
                 alone = float(prefill_s(timer, prompt)[0]), float(decode_step_s(timer, 1.0, context)[0])
                 fastest.append(alone)
                 break
@@ -648,7 +663,7 @@ def planned_rest(
         if shortfall is None or not shortfall.unserved or outcome.plan.fraction > 0:
             break
         rest, more = without_demands(factory.problem, shortfall.unserved)
-        if not any(demand.rate_per_s > 0 for demand in rest.asks):
+        if not any(demand.rate_per_s > 0 for demand in rest.demands):
             break
         notes += more
         factory = replace(factory, problem=rest)
@@ -664,7 +679,7 @@ def within_context(problem: PlanningProblem) -> tuple[PlanningProblem, tuple[str
 
     rest = _left_out(problem, too_long)
     notes = []
-    for previous_demand, next_demand in zip(problem.asks, rest.asks, strict=True):
+    for previous_demand, next_demand in zip(problem.demands, rest.demands, strict=True):
         if share := _share(previous_demand, next_demand):
             limit = f"{previous_demand.model.max_context_tokens:,} tokens"
             notes.append(
@@ -684,14 +699,14 @@ def without_demands(
 
     rest = _left_out(problem, named)
     notes = []
-    for previous_demand, next_demand in zip(problem.asks, rest.asks, strict=True):
+    for previous_demand, next_demand in zip(problem.demands, rest.demands, strict=True):
         if not (share := _share(previous_demand, next_demand)):
             continue
         if next_demand.rate_per_s > 0:
             left = [
-                d
-                for d, e in zip(previous_demand.demands, next_demand.demands, strict=True)
-                if d.rate_per_s > e.rate_per_s
+                bucket
+                for bucket, e in zip(previous_demand.buckets, next_demand.buckets, strict=True)
+                if bucket.rate_per_s > e.rate_per_s
             ]
             lengths = ", ".join(f"up to {demand.longest_tokens:,}" for demand in left)
             notes.append(
@@ -706,14 +721,17 @@ def without_demands(
 def _left_out(
     problem: PlanningProblem, which: Callable[[ModelDemand, BucketDemand], bool]
 ) -> PlanningProblem:
-    asks = tuple(
+    demands = tuple(
         replace(
             demand,
-            demands=tuple(replace(d, rate_per_s=0.0) if which(demand, d) else d for d in demand.demands),
+            buckets=tuple(
+                replace(bucket, rate_per_s=0.0) if which(demand, bucket) else bucket
+                for bucket in demand.buckets
+            ),
         )
-        for demand in problem.asks
+        for demand in problem.demands
     )
-    return replace(problem, asks=asks)
+    return replace(problem, demands=demands)
 
 
 def _share(previous_demand: ModelDemand, next_demand: ModelDemand) -> float:

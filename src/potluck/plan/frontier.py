@@ -1,4 +1,4 @@
-"""What being stricter costs: a plan for each value of objective, availability or share on spot nodes."""
+"""Cost frontier: one plan for each value of the objective, the availability or the share on spot nodes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ VALUES: dict[str, tuple[float, ...]] = {
     "availability": (0.0, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0),
     "spot": (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0),
 }
-"""What is asked for where nothing else is said."""
-LEAST_SHARE = 1e-3  # Less is no difference in cost.
-FrontierPoint = tuple[float, Plan]  # What was asked for, and the plan for it.
+"""Values that are planned by default."""
+MIN_SAVING_SHARE = 1e-3  # Of a plan's cost; smaller differences count as equal cost.
+FrontierPoint = tuple[float, Plan]  # The requested value, and the plan for it.
 
 
 def with_value(
     problem: PlanningProblem, against: Against, value: float, domain: FailureDomain
 ) -> PlanningProblem:
-    """The problem with that much availability, or spot, asked of every model."""
+    """The problem with this availability, or this largest share on spot nodes, as a term of every model."""
 
-    def asked(terms: ModelTerms) -> ModelTerms:
+    def with_term(terms: ModelTerms) -> ModelTerms:
         if against == "spot":
             return replace(terms, max_spot_share=value)
         return replace(terms, survive=domain if value > 0 else None, survive_share=value or 1.0)
 
-    return replace(problem, asks=tuple(replace(demand, terms=asked(demand.terms)) for demand in problem.asks))
+    return replace(
+        problem, demands=tuple(replace(demand, terms=with_term(demand.terms)) for demand in problem.demands)
+    )
 
 
 def frontier(
@@ -40,13 +42,13 @@ def frontier(
     settings: SolveSettings,
     *,
     share_templates: bool,
-    said: Callable[[str], None] = lambda _: None,
+    report_progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[FrontierPoint, ...]:
-    """A plan for each value. Where templates do not depend on it, they are made once."""
+    """A plan for each value. With `share_templates` the templates are made once, for all values."""
     factory: TemplateFactory | None = None
     points = []
     for value, problem, planner in problems:
-        said(f"planning for {value:g}")
+        report_progress(f"planning for {value:g}")
         if factory is None or not share_templates:
             factory = TemplateFactory(problem)
         points.append((value, planner(replace(factory, problem=problem), settings).plan))
@@ -54,12 +56,12 @@ def frontier(
 
 
 def dominated(points: Sequence[FrontierPoint], *, less_is_more: bool) -> frozenset[float]:
-    """Values beside which another asks for more, serves as much and costs less."""
+    """Values for which a stricter value has a plan that serves as much and costs less."""
     return frozenset(
         value
         for value, plan in points
         for other_value, other in points
         if (other_value < value if less_is_more else other_value > value)
         and other.fraction >= plan.fraction - 1e-9
-        and other.total_usd_per_h < plan.total_usd_per_h * (1 - LEAST_SHARE)
+        and other.total_usd_per_h < plan.total_usd_per_h * (1 - MIN_SAVING_SHARE)
     )

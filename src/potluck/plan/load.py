@@ -35,17 +35,16 @@ def planned_load(plan: Plan, prediction: Prediction) -> ModelLoad:
 
 
 def load_at(
-    problem: PlanningProblem, plan: Plan, model_demand: ModelDemand, rates_per_s: Sequence[float]
+    problem: PlanningProblem, plan: Plan, demand: ModelDemand, rates_per_s: Sequence[float]
 ) -> ModelLoad:
     """At these rates of the model's length buckets."""
-    demands = [
-        replace(demand, rate_per_s=rate)
-        for demand, rate in zip(model_demand.demands, rates_per_s, strict=True)
+    buckets = [
+        replace(bucket, rate_per_s=rate) for bucket, rate in zip(demand.buckets, rates_per_s, strict=True)
     ]
     return ModelLoad(
-        model_demand.name,
+        demand.name,
         sum(rates_per_s),
-        capacity_per_s(problem, plan, replace(model_demand, demands=tuple(demands))),
+        capacity_per_s(problem, plan, replace(demand, buckets=tuple(buckets))),
     )
 
 

@@ -85,7 +85,7 @@ class ModelDemand:
     name: str
     model: Model
     slo: Slo  # Limits that keep what was promised, an E2E objective included.
-    demands: tuple[BucketDemand, ...]
+    buckets: tuple[BucketDemand, ...]
     profiles: tuple[Profile, ...] = ()  # Measured step times of this model, for the GPUs that have them.
     terms: ModelTerms = NO_TERMS  # What its owner asks of the plan beside that.
     classes: tuple[ClassDemand, ...] = ()
@@ -99,7 +99,7 @@ class ModelDemand:
 
     @property
     def rate_per_s(self) -> float:
-        return sum(demand.rate_per_s for demand in self.demands)
+        return sum(demand.rate_per_s for demand in self.buckets)
 
     def far_s(self, region: str) -> float:
         """From the farthest of its users to a region and back; nobody knows who is sent where."""
@@ -128,12 +128,12 @@ class ModelDemand:
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(d.rate_per_s * (d.input_tokens + d.output_tokens) for d in self.demands)
+        return sum(d.rate_per_s * (d.input_tokens + d.output_tokens) for d in self.buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    asks: tuple[ModelDemand, ...]
+    demands: tuple[ModelDemand, ...]
     regions: tuple[Region, ...]
     nodes: tuple[NodeType, ...]
     links: tuple[Link, ...] = ()
@@ -150,7 +150,7 @@ class PlanningProblem:
     """Of a pool's GPUs, that serve together: small groups lose less with one."""
 
     def __post_init__(self) -> None:
-        if not self.asks:
+        if not self.demands:
             raise InputError("models", "a plan needs at least one model")
         if not any(offer.available for region in self.regions for offer in region.offers):
             raise InputError("fleet", "has no GPUs: every node's `available` is 0")
@@ -162,13 +162,14 @@ class PlanningProblem:
     def in_formats(self, formats: Sequence[tuple[str, Format]]) -> PlanningProblem:
         """The problem with models' weights settled, as a plan has them."""
         chosen = dict(formats)
-        if not any(demand.formats and demand.name in chosen for demand in self.asks):
+        if not any(demand.formats and demand.name in chosen for demand in self.demands):
             return self
-        named = (chosen.get(demand.name) if demand.formats else None for demand in self.asks)
-        asks = (
-            demand if n is None else demand.in_format(n) for demand, n in zip(self.asks, named, strict=True)
+        named = (chosen.get(demand.name) if demand.formats else None for demand in self.demands)
+        demands = (
+            demand if n is None else demand.in_format(n)
+            for demand, n in zip(self.demands, named, strict=True)
         )
-        return replace(self, asks=tuple(asks))
+        return replace(self, demands=tuple(demands))
 
     def with_nodes(self, count: Callable[[str, NodeOffer], int]) -> PlanningProblem:
         """The problem with as many nodes of a region's offer as this says."""
@@ -185,7 +186,7 @@ class PlanningProblem:
 
     def ask(self, model: str) -> ModelDemand | None:
         """What is asked of a model; None where nothing is."""
-        return next((demand for demand in self.asks if demand.name == model), None)
+        return next((demand for demand in self.demands if demand.name == model), None)
 
     @property
     def by_name(self) -> Mapping[str, NodeType]:

@@ -22,7 +22,7 @@ from potluck.core.values.service import NO_TERMS
 from potluck.core.values.types import NodeOffer, Region, Role
 from potluck.perf.memory import weight_bytes
 from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
-from potluck.plan.assemble.codecs import solved
+from potluck.plan.assemble.codecs import solve_with_codecs
 from potluck.plan.assemble.columns import egress_usd_per_h, plan_of
 from potluck.plan.assemble.term_rows import charges_of, rent_usd_per_h
 from potluck.plan.problem import ModelDemand, PlanningProblem
@@ -466,12 +466,12 @@ def _solved(
     by_model: dict[str, list[Template]] = {}
     for template in templates:
         by_model.setdefault(template.model, []).append(template)
-    for demand in problem.asks:
+    for demand in problem.demands:
         mine = runnable(problem, demand, by_model.get(demand.name, ()))
         by_model[demand.name] = of_one_degree(problem, demand, mine)
     # What is left is used as well as it can be; what was asked of a plan is for the next plan to keep.
-    plain = replace(problem, asks=tuple(replace(demand, terms=NO_TERMS) for demand in problem.asks))
-    program_columns, allocation = solved(
+    plain = replace(problem, demands=tuple(replace(demand, terms=NO_TERMS) for demand in problem.demands))
+    program_columns, allocation = solve_with_codecs(
         plain,
         by_model,
         pins=settings.pins,

@@ -17,14 +17,21 @@ from potluck.core.values.plan import BucketCapacity, Plan, Template
 from potluck.core.values.types import Role
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
 from potluck.plan.assemble.columns import (
-    CROSSING,
-    across_and_home,
+    CAPACITY_FUNCTIONS,
     codecs_of,
+    crossing_and_local_rates,
     crossing_room_s,
     crossing_s,
     egress_usd_per_h,
 )
-from potluck.plan.assemble.term_rows import EGRESS, charges_of, domains, rent_usd_per_h, runs_in, share_asked
+from potluck.plan.assemble.term_rows import (
+    EGRESS,
+    charges_of,
+    domains,
+    rent_usd_per_h,
+    required_share,
+    runs_in,
+)
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.group import group_capacity
 from potluck.plan.templates.placement_table import aggregated_capacity
@@ -42,7 +49,7 @@ Copies = Mapping[tuple[str, str], int]  # (template, region) to how many.
 def broken_terms(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Every term that a plan breaks, in a sentence."""
     yield from _charges(problem, plan)
-    for demand in problem.asks:
+    for demand in problem.demands:
         yield from _near(plan, demand)
         if demand.terms.asked:
             yield from _placed(problem, plan, demand)
@@ -74,7 +81,7 @@ def _near(plan: Plan, demand: ModelDemand) -> Iterator[str]:
         if (
             template.model != demand.name
             or share.phase == "decode"
-            or not demand.demands[share.bucket].promised
+            or not demand.buckets[share.bucket].promised
         ):
             continue
         seen_s = template.capacity[share.bucket].ttft_s + demand.far_s(share.region)
@@ -105,7 +112,7 @@ def _counted(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> Itera
 def _survived(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> Iterator[str]:
     for name, left in after_losses(problem, plan, demand):
         domain = "spot" if name == "spot nodes" else demand.terms.survive or "node"
-        wanted = share_asked(demand.terms, domain) * plan.fraction_of(demand.name)
+        wanted = required_share(demand.terms, domain) * plan.fraction_of(demand.name)
         if served_share(problem, plan, demand, left) < wanted - LP_SLACK:
             yield f"{demand.name}: without {name} less than {wanted:.1%} of the demand would be served"
 
@@ -117,7 +124,7 @@ def after_losses(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> I
         for key in mine:
             yield f"a node of {key[0]}@{key[1]}", mine | {key: mine[key] - 1}
     for domain, item in domains(problem).items():
-        if share_asked(demand.terms, domain) > 0:
+        if required_share(demand.terms, domain) > 0:
             for name, cells in item:
                 yield name, copies_without(plan, mine, cells)
 
@@ -146,7 +153,7 @@ def served_share(
         return len(cost) - 1
 
     bits = wire_bits(demand, codecs_of(plan).get(demand.name, LOSSLESS))
-    met = {d.bucket: {0: -d.rate_per_s} for d in demand.demands}
+    met = {bucket.bucket: {0: -bucket.rate_per_s} for bucket in demand.buckets}
     phase: dict[tuple[str, int, str], dict[int, float]] = {}
     for (name, region), count in copies.items():
         if not count:
@@ -181,7 +188,7 @@ def served_share(
 
 def _flows(
     problem: PlanningProblem,
-    model_demand: ModelDemand,
+    demand: ModelDemand,
     bits: np.ndarray[tuple[int], np.dtype[np.float64]],
     phase: dict[tuple[str, int, str], dict[int, float]],
     met: dict[int, dict[int, float]],
@@ -192,19 +199,19 @@ def _flows(
     loads: dict[tuple[str, str], dict[int, float]] = {}
     links = {(link.source, link.target): link for link in problem.links}
     regions = [region.name for region in problem.regions]
-    for demand in model_demand.demands:
+    for bucket in demand.buckets:
         for source in regions:
             for target in regions:
-                link, size = links.get((source, target)), float(bits[demand.bucket])
-                late = link is None or crossing_s(size, link) > crossing_room_s(model_demand, demand)
+                link, size = links.get((source, target)), float(bits[bucket.bucket])
+                late = link is None or crossing_s(size, link) > crossing_room_s(demand, bucket)
                 if source != target and late:
                     continue
                 flow = variable()
-                met[demand.bucket][flow] = 1.0
-                phase.setdefault(("prefill", demand.bucket, source), {})[flow] = -1.0
-                phase.setdefault(("decode", demand.bucket, target), {})[flow] = -1.0
+                met[bucket.bucket][flow] = 1.0
+                phase.setdefault(("prefill", bucket.bucket, source), {})[flow] = -1.0
+                phase.setdefault(("decode", bucket.bucket, target), {})[flow] = -1.0
                 if source != target:
-                    loads.setdefault((source, target), {})[flow] = float(bits[demand.bucket]) / 1e9
+                    loads.setdefault((source, target), {})[flow] = float(bits[bucket.bucket]) / 1e9
     return loads
 
 
@@ -247,7 +254,7 @@ def verify(problem: PlanningProblem, plan: Plan, *, rerouted: bool = False) -> t
     """What is wrong with a plan; `rerouted`: it is one in which only shares and flows are new."""
     broken = (*_names(problem, plan), *_formats(problem, plan), *_codecs(problem, plan))
     problem = problem.in_formats(plan.formats)
-    broken += refusals(plan, {demand.name: demand.model for demand in problem.asks}, problem.engine)
+    broken += refusals(plan, {demand.name: demand.model for demand in problem.demands}, problem.engine)
     broken = (*broken, *_layers(problem, plan))
     broken = broken or tuple(_machines(problem, plan))
     broken = broken or tuple(_memory(problem, plan))
@@ -274,7 +281,7 @@ def verify(problem: PlanningProblem, plan: Plan, *, rerouted: bool = False) -> t
 def _names(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Everything a plan names exists, and counts are whole and positive."""
     regions = {region.name for region in problem.regions}
-    models = {demand.name for demand in problem.asks}
+    models = {demand.name for demand in problem.demands}
     templates = {template.name for template in plan.templates}
     for deployment in plan.deployments:
         if deployment.template not in templates:
@@ -294,7 +301,7 @@ def _names(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 def _formats(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Weights are in a format that was allowed, and that is said of every model that has a choice."""
-    for demand in problem.asks:
+    for demand in problem.demands:
         chosen = plan.format_of(demand.name)
         if chosen is None and demand.formats:
             yield f"{demand.name}: the plan does not say which of {', '.join(demand.formats)} its weights are in"
@@ -414,8 +421,10 @@ def retimed(problem: PlanningProblem, demand: ModelDemand, template: Template) -
     its mixed replicas serve alone; in a combo the network cards count too. In a pair the mixed replicas are relieved
     of a part of the prefill; in a group of named machines the links between them count.
     """
-    if template.kind in CROSSING and template.hands_over:
-        return CROSSING[template.kind](problem, demand, template.replicas, template.codec, unwritten(demand))
+    if template.kind in CAPACITY_FUNCTIONS and template.hands_over:
+        return CAPACITY_FUNCTIONS[template.kind](
+            problem, demand, template.replicas, template.codec, unwritten(demand)
+        )
     if template.kind == "pipeline" and template.replicas[0].role == "mixed":
         return aggregated_capacity(problem, demand, template.replicas[0].layout)
     if template.kind == "group":
@@ -423,7 +432,7 @@ def retimed(problem: PlanningProblem, demand: ModelDemand, template: Template) -
     sides = [_role(problem, demand, template, role) for role in ROLES]
     taken = _role(problem, demand, template, "mixed", "decode")  # by mixed replicas, of what others prefilled
     bucket_capacities = []
-    for bucket in range(len(demand.demands)):
+    for bucket in range(len(demand.buckets)):
         prefill, decode, mixed = (side[bucket][0] for side in sides)
         ttft_s, tpot_s = (max(side[bucket][place] for side in sides) for place in (1, 2))
         closed = min(prefill, decode) + mixed
@@ -436,7 +445,7 @@ def _role(
     problem: PlanningProblem, demand: ModelDemand, template: Template, role: Role, does: Role | None = None
 ) -> list[tuple[float, float, float]]:
     """(requests/s, TTFT, TPOT) in each bucket of a template's replicas of one role together, if they do another's."""
-    total = [(0.0, 0.0, 0.0)] * len(demand.demands)
+    total = [(0.0, 0.0, 0.0)] * len(demand.buckets)
     members = [replica for replica in template.replicas if replica.role == role]
     for layout in {replica.layout for replica in members}:
         copies = sum(1 for replica in members if replica.layout == layout)
@@ -477,30 +486,30 @@ def _time(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 
 def _demand(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
-    for model_demand in problem.asks:
-        for demand in model_demand.demands:
-            closed = _rate(plan, model_demand.name, demand.bucket, "closed")
+    for demand in problem.demands:
+        for bucket in demand.buckets:
+            closed = _rate(plan, demand.name, bucket.bucket, "closed")
             flows = sum(
-                f.rate_per_s for f in plan.flows if (f.model, f.bucket) == (model_demand.name, demand.bucket)
+                f.rate_per_s for f in plan.flows if (f.model, f.bucket) == (demand.name, bucket.bucket)
             )
-            wanted = demand.rate_per_s * plan.fraction_of(model_demand.name)
+            wanted = bucket.rate_per_s * plan.fraction_of(demand.name)
             if closed + flows < wanted * (1 - SLACK) - SLACK:
-                yield f"{model_demand.name} bucket {demand.bucket}: {closed + flows:.4g} of {wanted:.4g} req/s served"
+                yield f"{demand.name} bucket {bucket.bucket}: {closed + flows:.4g} of {wanted:.4g} req/s served"
 
 
 def _balance(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """What flows out of a region was prefilled there, and what flows in is decoded there."""
-    for model_demand in problem.asks:
-        for demand in model_demand.demands:
+    for demand in problem.demands:
+        for bucket in demand.buckets:
             for region in problem.regions:
-                mine = [f for f in plan.flows if (f.model, f.bucket) == (model_demand.name, demand.bucket)]
+                mine = [f for f in plan.flows if (f.model, f.bucket) == (demand.name, bucket.bucket)]
                 out = sum(f.rate_per_s for f in mine if f.prefill_region == region.name)
                 into = sum(f.rate_per_s for f in mine if f.decode_region == region.name)
                 sides: Iterable[tuple[str, float]] = (("prefill", out), ("decode", into))
                 for phase, flow in sides:
-                    done = _rate(plan, model_demand.name, demand.bucket, phase, region.name)
+                    done = _rate(plan, demand.name, bucket.bucket, phase, region.name)
                     if flow > done * (1 + SLACK) + SLACK:
-                        where = f"{model_demand.name} bucket {demand.bucket} in {region.name}"
+                        where = f"{demand.name} bucket {bucket.bucket} in {region.name}"
                         yield f"{where}: {phase} {done:.4g} of {flow:.4g} req/s"
 
 
@@ -510,7 +519,7 @@ def _links(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
         model_demand = problem.ask(flow.model)
         if flow.prefill_region == flow.decode_region or model_demand is None:
             continue
-        demand = model_demand.demands[flow.bucket]
+        demand = model_demand.buckets[flow.bucket]
         key = (flow.prefill_region, flow.decode_region)
         bits = float(wire_bits(model_demand, flow.codec)[flow.bucket])
         load[key] = load.get(key, 0.0) + flow.rate_per_s * bits
@@ -527,8 +536,8 @@ def _links(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 def _order(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Nobody crosses a link who is shorter than somebody who stays in a region."""
-    for demand in problem.asks:
-        across, home = across_and_home(plan, demand.name)
+    for demand in problem.demands:
+        across, home = crossing_and_local_rates(plan, demand.name)
         for (source, target), rates in across.items():
             shortest = next(bucket for bucket, rate in enumerate(rates) if rate)
             if any(home[shortest + 1 :]):

@@ -374,7 +374,7 @@ class PairTrial:
         self, prefill_replica: PlannedReplica, decode_replica: PlannedReplica, rate_per_s: float
     ) -> float:
         demand = next(
-            model_demand for model_demand in self.problem.asks if model_demand.name == self.traffic.model
+            model_demand for model_demand in self.problem.demands if model_demand.name == self.traffic.model
         )
         members = (
             (prefill_replica,) if prefill_replica == decode_replica else (prefill_replica, decode_replica)
@@ -394,34 +394,32 @@ class PairTrial:
         return attained * sent_per_s / rate_per_s
 
 
-def _rate(model_demand: ModelDemand, template: Template) -> float:
+def _rate(demand: ModelDemand, template: Template) -> float:
     """Requests a second of the model's mix that one copy serves; 0 where a bucket is beyond it."""
     busy = 0.0
-    for demand in model_demand.demands:
-        capacity = template.capacity[demand.bucket].closed_per_s
+    for bucket in demand.buckets:
+        capacity = template.capacity[bucket.bucket].closed_per_s
         if not capacity > 0:
             return 0.0
-        busy += demand.rate_per_s / model_demand.rate_per_s / capacity
+        busy += bucket.rate_per_s / demand.rate_per_s / capacity
     return 1.0 / busy
 
 
-def pair_plan(
-    problem: PlanningProblem, model_demand: ModelDemand, template: Template, rate_per_s: float
-) -> Plan:
+def pair_plan(problem: PlanningProblem, demand: ModelDemand, template: Template, rate_per_s: float) -> Plan:
     machine = machine_of(problem, next(iter(template.machines)))
     assert machine is not None, "a group names machines of its pool"
-    rates = [rate_per_s * demand.rate_per_s / model_demand.rate_per_s for demand in model_demand.demands]
+    rates = [rate_per_s * bucket.rate_per_s / demand.rate_per_s for bucket in demand.buckets]
     return Plan(
         strategy="pair",
         templates=(template,),
         deployments=(Deployment(template.name, machine.region, 1),),
         buckets=tuple(
-            LengthBucket(model_demand.name, demand.bucket, demand.longest_tokens, rate)
-            for demand, rate in zip(model_demand.demands, rates, strict=True)
+            LengthBucket(demand.name, bucket.bucket, bucket.longest_tokens, rate)
+            for bucket, rate in zip(demand.buckets, rates, strict=True)
         ),
         shares=tuple(
-            PlannedShare(template.name, machine.region, demand.bucket, "closed", rate)
-            for demand, rate in zip(model_demand.demands, rates, strict=True)
+            PlannedShare(template.name, machine.region, bucket.bucket, "closed", rate)
+            for bucket, rate in zip(demand.buckets, rates, strict=True)
         ),
         flows=(),
         predictions=(),

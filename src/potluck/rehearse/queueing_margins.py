@@ -20,14 +20,12 @@ Factors = Mapping[str, float]  # Model to what its demand is multiplied by.
 
 
 def scaled(problem: PlanningProblem, factors: Factors) -> PlanningProblem:
-    asks = []
-    for model_demand in problem.asks:
-        factor = factors.get(model_demand.name, 1.0)
-        demands = tuple(
-            replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in model_demand.demands
-        )
-        asks.append(replace(model_demand, demands=demands))
-    return replace(problem, asks=tuple(asks))
+    demands = []
+    for demand in problem.demands:
+        factor = factors.get(demand.name, 1.0)
+        buckets = tuple(replace(bucket, rate_per_s=bucket.rate_per_s * factor) for bucket in demand.buckets)
+        demands.append(replace(demand, buckets=buckets))
+    return replace(problem, demands=tuple(demands))
 
 
 def reached(plan: Plan, factors: Factors) -> dict[str, float]:
@@ -43,8 +41,12 @@ def restored(plan: Plan, problem: PlanningProblem, factors: Factors) -> Plan:
     got = reached(plan, factors)
     shrink = {name: 1.0 / max(got[name], min(factor, 1.0)) for name, factor in factors.items()}
     model_of = {template.name: template.model for template in plan.templates}
-    rates = {(d.model, d.bucket): d.rate_per_s for demand in problem.asks for d in demand.demands}
-    asked = {demand.name: demand.rate_per_s for demand in problem.asks}
+    rates = {
+        (bucket.model, bucket.bucket): bucket.rate_per_s
+        for demand in problem.demands
+        for bucket in demand.buckets
+    }
+    asked = {demand.name: demand.rate_per_s for demand in problem.demands}
     fraction = min([1.0, *(got[name] * shrink[name] for name in factors)])
     return replace(
         plan,
@@ -73,7 +75,7 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
     """
     own = {
         demand.name: parts[demand.name].of_models((demand.name,))
-        for demand in problem.asks
+        for demand in problem.demands
         if demand.name in parts
     }
     plans = list(own.values())
@@ -97,7 +99,7 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
 
 def cost_by_model(plan: Plan, problem: PlanningProblem) -> dict[str, float]:
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
-    cost = {demand.name: 0.0 for demand in problem.asks}
+    cost = {demand.name: 0.0 for demand in problem.demands}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
         total = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
@@ -151,7 +153,7 @@ def late(
 ) -> dict[str, float]:
     """Model to the share of its requests that is expected to be late. `headroom` divides how busy they are."""
     result = {}
-    for demand in problem.asks:
+    for demand in problem.demands:
         if demand.rate_per_s > 0:
             less = (headroom or {}).get(demand.name, 1.0)
             queues = tuple(queues_of(problem, plan, demand))
@@ -161,11 +163,11 @@ def late(
     return result
 
 
-def queues_of(problem: PlanningProblem, plan: Plan, model_demand: ModelDemand) -> Iterator[DeploymentQueue]:
-    demands = {demand.bucket: demand for demand in model_demand.demands}
+def queues_of(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> Iterator[DeploymentQueue]:
+    demands = {bucket.bucket: bucket for bucket in demand.buckets}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        if template.model != model_demand.name:
+        if template.model != demand.name:
             continue
         capacity = {each.bucket: each for each in template.capacity}
         for phase in PHASES:
@@ -189,7 +191,7 @@ def queues_of(problem: PlanningProblem, plan: Plan, model_demand: ModelDemand) -
                 answer_s,
                 # Plans reckon with a mean queue where prompts are computed apart.
                 own_s - (wait_factor(problem.headroom) - 1.0) * mean_s if phase == "prefill" else own_s,
-                rate / model_demand.rate_per_s,
+                rate / demand.rate_per_s,
             )
 
 

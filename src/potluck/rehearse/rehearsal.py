@@ -25,8 +25,8 @@ from math import ceil, sqrt
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Deployment, Plan
 from potluck.plan.assemble.columns import egress_usd_per_h
-from potluck.plan.assemble.even_shares import evened
-from potluck.plan.assemble.term_rows import LARGE_COPY, charges_of, further_parts, rent_usd_per_h
+from potluck.plan.assemble.even_shares import balance_load
+from potluck.plan.assemble.term_rows import SIZE_PENALTY, charges_of, component_counts, rent_usd_per_h
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies.template_factory import Planner, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
@@ -177,7 +177,7 @@ class _PlanSearch:
         return self.factory.problem
 
     def run(self, outcome: PlanOutcome) -> tuple[RehearsedPlan | None, SearchEnd]:
-        self.pools = {demand.name: [] for demand in self.problem.asks if demand.rate_per_s > 0}
+        self.pools = {demand.name: [] for demand in self.problem.demands if demand.rate_per_s > 0}
         self.offer(outcome.plan, outcome.plan.strategy)
         for plan in outcome.alternatives:
             self.offer(plan, plan.strategy)
@@ -387,7 +387,7 @@ class _PlanSearch:
         groups += [group] if (group := sorted(joined & set(keys))) and set(group) & set(left) else []
         new: dict[str, Evidence] = {}
         first_run = FRESH * (1 + sum(rehearsed.fresh for rehearsed in self.steps)) if fresh else 0
-        self.factory.said(f"rehearsing plan {number}")
+        self.factory.report_progress(f"rehearsing plan {number}")
         for group in groups:
             for item in self.judge(plan, group, first_run):
                 new[item.model] = item
@@ -413,9 +413,9 @@ class _PlanSearch:
         real = restored(plan, problem, factors) if factors else plan
         if not plan.deployments or (real.fraction < 1 and self.keys):
             return False
-        even = evened(problem, real, self.settings.time_limit_s, self.settings.clock)
+        even = balance_load(problem, real, self.settings.time_limit_s, self.settings.clock)
         parts = {}
-        for name in [demand.name for demand in problem.asks if demand.name in self.pools]:
+        for name in [demand.name for demand in problem.demands if demand.name in self.pools]:
             asked = (factors or {}).get(name, 1.0)
             parts[name] = self._part(
                 even, name, made if abs(asked - 1) < 1e-3 else f"{made} for x {asked:.3g}"
@@ -430,9 +430,9 @@ class _PlanSearch:
 
     def _part(self, plan: Plan, name: str, made: str) -> ModelPart:
         own = costed(assembled({name: plan}, self.problem), self.problem, self.settings.running)
-        demand = next(demand for demand in self.problem.asks if demand.name == name)
+        demand = next(demand for demand in self.problem.demands if demand.name == name)
         allowed = SURE * (1.0 - demand.slo.attainment)
-        expected = late(replace(self.problem, asks=(demand,)), own, self.rules.cv)[name]
+        expected = late(replace(self.problem, demands=(demand,)), own, self.rules.cv)[name]
         return ModelPart(
             name,
             own,
@@ -484,9 +484,9 @@ class _PlanSearch:
         names = {deployment.template for deployment in deployments}
         templates = tuple(template for template in part.plan.templates if template.name in names)
         other = replace(part.plan, templates=templates, deployments=deployments)
-        demand = next(demand for demand in self.problem.asks if demand.name == part.model)
-        alone, other = replace(self.problem, asks=(demand,)), costed(other, self.problem, None)
-        even = evened(alone, other, self.settings.time_limit_s, self.settings.clock)
+        demand = next(demand for demand in self.problem.demands if demand.name == part.model)
+        alone, other = replace(self.problem, demands=(demand,)), costed(other, self.problem, None)
+        even = balance_load(alone, other, self.settings.time_limit_s, self.settings.clock)
         if not deployments or even is other:
             return  # they do not suffice on averages, or there are no more nodes
         new = self._part(even, part.model, made)
@@ -525,12 +525,14 @@ class _PlanSearch:
             if self.solves >= self.rules.most_solves or self.rules.enough():
                 return False
             self.solves += 1
-            self.factory.said("planning with headroom" if factors else "planning without what missed")
-            asked = {demand.name: factors.get(demand.name, 1.0) for demand in problem.asks}
+            self.factory.report_progress(
+                "planning with headroom" if factors else "planning without what missed"
+            )
+            asked = {demand.name: factors.get(demand.name, 1.0) for demand in problem.demands}
             shop = replace(self.factory, problem=scaled(problem, asked))
             without -= {deployment.template for deployment in self.settings.pins}
             if without:  # what is made of the templates that are left is not for others
-                shop = replace(shop, without=without, made=dict(shop.made))
+                shop = replace(shop, excluded=without, templates_by_kind=dict(shop.templates_by_kind))
             outcome = self.planner(shop, self._settings(problem))
             if outcome.plan.fraction >= 1:
                 break
@@ -542,23 +544,26 @@ class _PlanSearch:
 
     def _apart(self, names: Collection[str]) -> PlanningProblem:
         """The problem of some models, on the nodes that are left beside the likeliest part of each other one."""
-        asks = tuple(demand for demand in self.problem.asks if demand.name in names)
+        demands = tuple(demand for demand in self.problem.demands if demand.name in names)
         used: Counter[tuple[str, str]] = Counter()
         for name in self.pools.keys() - set(names):
             likely = self._likely(name) or self._open(name, -1)
             used.update(likely[0].plan.nodes if likely else {})
         left = self.problem.with_nodes(lambda region, o: max(0, o.available - used[region, o.node]))
-        return replace(left, asks=asks)
+        return replace(left, demands=demands)
 
     def _settings(self, problem: PlanningProblem) -> SolveSettings:
         """Without what is asked or known of models that are not planned."""
-        names = tuple(demand.name for demand in problem.asks)
-        if len(names) == len(self.problem.asks):
+        names = tuple(demand.name for demand in problem.demands)
+        if len(names) == len(self.problem.demands):
             return self.settings
         running_plan = self.settings.running
         pins = [p for p in self.settings.pins if p.template.split(": ")[0] in names]
         return replace(
-            self.settings, running=running_plan and running_plan.of_models(names), pins=tuple(pins), starts=()
+            self.settings,
+            running=running_plan and running_plan.of_models(names),
+            pins=tuple(pins),
+            start_plans=(),
         )
 
 
@@ -620,8 +625,8 @@ def rank_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
         price = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
-        (parts,) = further_parts([template])
-        parts_usd += deployment.count * price * (float(parts) + LARGE_COPY * price / dearest)
+        (parts,) = component_counts([template])
+        parts_usd += deployment.count * price * (float(parts) + SIZE_PENALTY * price / dearest)
     parts_usd += sum(rents[model] for model in crossing(plan))
     return plan.total_usd_per_h + plan.start_usd_per_h + problem.complexity_share * parts_usd
 

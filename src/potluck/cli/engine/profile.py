@@ -62,7 +62,7 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
     profiles = tuple(Path(item) for item in known.get("profiles", ()))
     problem = measured(load_problem(read_spec(Path(known["path"])), 0.8, None, (), 0.0), profiles)
     day = datetime.now(UTC).date().isoformat()
-    asks = {demand.name: demand for demand in problem.asks}
+    asks = {demand.name: demand for demand in problem.demands}
     return [
         (observed_speed, profile_of(problem, asks[observed_speed.model], observed_speed, day))
         for observed_speed in paces

@@ -119,10 +119,10 @@ def read_profiles(
 
 def measured(problem: PlanningProblem, paths: tuple[Path, ...]) -> PlanningProblem:
     """With the step times in profiles, where they apply."""
-    if paths and (open_ := [demand.name for demand in problem.asks if len(demand.formats) > 1]):
+    if paths and (open_ := [demand.name for demand in problem.demands if len(demand.formats) > 1]):
         raise InputError("--profile", f"was measured in one format; name one `precision` for {open_[0]}")
-    result = read_profiles(paths, [demand.model for demand in problem.asks], problem.nodes)
-    return replace(problem, asks=tuple(replace(demand, profiles=result) for demand in problem.asks))
+    result = read_profiles(paths, [demand.model for demand in problem.demands], problem.nodes)
+    return replace(problem, demands=tuple(replace(demand, profiles=result) for demand in problem.demands))
 
 
 def find_model(name: str) -> Model:

@@ -75,7 +75,9 @@ def frontier(strategy: str, averages: bool, as_json: bool, **options: Any) -> No
         problems.append((value, problem, planner_of(strategy, there, averages)))
     with progress(len(asked)) as progress_bar:
         share = against != "objective"
-        points = frontier_of(problems, planning_options.settings(), share_templates=share, said=progress_bar)
+        points = frontier_of(
+            problems, planning_options.settings(), share_templates=share, report_progress=progress_bar
+        )
     basis = basis_of_all(averages)
     if as_json:
         rows = [

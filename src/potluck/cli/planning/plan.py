@@ -114,7 +114,7 @@ def plan(
         require_runnable(previous_plan, spec, str(running))
     estimate = estimate_of(spec, problem, asked, planning_options.seed)
     settings = planning_options.settings(running=previous_plan, pins=pins, estimate=estimate)
-    with progress(4 * len(problem.asks) + 1) as progress_bar:
+    with progress(4 * len(problem.demands) + 1) as progress_bar:
         began_s = settings.clock()
         factory = _factory_of(problem, previous_plan, progress_bar)
         factory, outcome, notes = planned_rest(planner, factory, settings)
@@ -175,25 +175,25 @@ class MadePlan:
         show_rehearsal(self.rehearsal, asked)
         _show_formats(self.spec, plan)
         show_engine(self.engine_cost)
-        show_search(self.factory.searched)
+        show_search(self.factory.search_results)
         show_reasons(self.explanation if plan.deployments else None)
 
 
 def _leaves_out(spec: Spec, problem: PlanningProblem) -> bool:
     """Whether the plan leaves out a model with demand."""
-    served = {demand.name for demand in problem.asks if demand.rate_per_s > 0}
+    served = {demand.name for demand in problem.demands if demand.rate_per_s > 0}
     return any(model.traffic.rate_per_s > 0 and model.name not in served for model in spec.models)
 
 
 def _hurried(factory: TemplateFactory) -> tuple[str, ...]:
     """Templates and strategies that the time limit left out; the cost bound does not cover them."""
     notes = []
-    if kinds := sorted({kind.split(" of ")[0] for kind, _ in factory.left_out}):
+    if kinds := sorted({kind.split(" of ")[0] for kind, _ in factory.skipped_kinds}):
         notes.append(
             f"the time limit left out templates of these kinds: {', '.join(kinds)}; raise --time-limit"
         )
-    if factory.cut_short:
-        named = ", ".join(f"{name} ({how})" for name, how in sorted(factory.cut_short.items()))
+    if factory.shortened_strategies:
+        named = ", ".join(f"{name} ({how})" for name, how in sorted(factory.shortened_strategies.items()))
         notes.append(f"strategies cut short by the time limit: {named}")
     return tuple(notes)
 
@@ -245,13 +245,13 @@ def require_service(
 
     if outcome.allocation.status == "unknown":
         raise CapacityError(f"no plan was found within {limit_s:g} s; raise --time-limit")
-    asked = [demand.name for demand in problem.asks if demand.rate_per_s > 0]
+    asked = [demand.name for demand in problem.demands if demand.rate_per_s > 0]
     if not asked or any(outcome.plan.fraction_of(name) > 0 for name in asked):
         return
     shortfall = outcome.allocation.shortfall
     unserved = () if shortfall is None else shortfall.unserved
     models = [
-        demand.name for demand in problem.asks if any(name.startswith(f"{demand.name}/") for name in unserved)
+        demand.name for demand in problem.demands if any(name.startswith(f"{demand.name}/") for name in unserved)
     ]
     if models:
         raise CapacityError("; ".join(why_not(problem, model) for model in models))
@@ -281,7 +281,7 @@ def _factory_of(
     from potluck.plan.strategies import TemplateFactory
 
     groups = tuple(t for t in running_plan.templates if t.kind == "group") if running_plan is not None else ()
-    return TemplateFactory(problem, said=progress_bar, running=groups)
+    return TemplateFactory(problem, report_progress=progress_bar, running=groups)
 
 
 def _pin(text: str) -> Deployment:
@@ -341,7 +341,7 @@ def compare(as_json: bool, **options: Any) -> None:
     planning_options, rest = posed_of(options)
     rehearsal_options, spec = asked_of(rest), planning_options.spec()
     problem = planning_options.problem(spec)
-    with progress(4 * len(problem.asks) + 12) as progress_bar:
+    with progress(4 * len(problem.demands) + 12) as progress_bar:
         problem, solved, left_out, notes = _solved(
             spec, problem, planning_options, rehearsal_options, progress_bar
         )
@@ -354,7 +354,7 @@ def compare(as_json: bool, **options: Any) -> None:
             click.echo(f"not compared: {text}", err=True)
         return
     show_notes((*spec.notes, *notes))
-    if any(demand.rate_per_s > 0 for demand in problem.asks):
+    if any(demand.rate_per_s > 0 for demand in problem.demands):
         show_compared(rows)
     else:
         paragraph("Nothing to plan: all request rates are 0.")
@@ -376,12 +376,12 @@ def _solved(
     solved: dict[str, SolvedStrategy] = {}
     left_out: list[str] = []
     notes: tuple[str, ...] = ()
-    factory = TemplateFactory(problem, said=progress_bar)
+    factory = TemplateFactory(problem, report_progress=progress_bar)
     seen: dict[object, Evidence] = {}
     for name, planner in STRATEGIES.items():
         start_s = time.process_time()
         progress_bar(name)
-        factory.cut_short.pop(name, None)  # `auto` may have had no time for it
+        factory.shortened_strategies.pop(name, None)  # `auto` may have had no time for it
         try:
             if name == "auto":  # what nothing can serve is left out for all
                 factory, outcome, notes = planned_rest(planner, factory, planning_options.settings())
@@ -418,7 +418,7 @@ def _row(problem: PlanningProblem, name: str, solved: SolvedStrategy) -> Compare
 
     result, shown = solved.outcome.plan, solved.shown
     tokens_per_h = (
-        sum(demand.tokens_per_s * result.fraction_of(demand.name) for demand in problem.asks) * 3600
+        sum(demand.tokens_per_s * result.fraction_of(demand.name) for demand in problem.demands) * 3600
     )
     low, high = usd_range(problem, result)
     worst = min(shown, key=lambda each: each.mean - each.promised, default=None)
@@ -428,7 +428,7 @@ def _row(problem: PlanningProblem, name: str, solved: SolvedStrategy) -> Compare
         usd_per_million_tokens=result.total_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
         served_fraction=result.fraction,
         goodput_per_s=max(
-            0.0, sum(demand.rate_per_s * result.fraction_of(demand.name) for demand in problem.asks)
+            0.0, sum(demand.rate_per_s * result.fraction_of(demand.name) for demand in problem.demands)
         ),
         nodes=sum(result.nodes.values()),
         gap=result.gap,

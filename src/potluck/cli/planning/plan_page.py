@@ -31,7 +31,7 @@ def plan_html(problem: PlanningProblem, plan: Plan, explanation: Explanation | N
     proof = f"at most {percent(plan.gap)} above the cheapest" if plan.gap >= 1e-6 else "proven cheapest"
     proof += " on averages"
     parts = [_where(plan, region.name) for region in problem.regions]
-    slos = {demand.name: demand.slo for demand in problem.asks}
+    slos = {demand.name: demand.slo for demand in problem.demands}
     expected = [
         (
             escape(prediction.model),

@@ -44,7 +44,7 @@ def show_money(problem: PlanningProblem, plan: Plan) -> None:
 
 def show_classes(problem: PlanningProblem) -> None:
     """The SLO of each request class, where a model has several: the plan meets the strictest for all."""
-    for demand in problem.asks:
+    for demand in problem.demands:
         if len(demand.classes) > 1:
             parts = ", ".join(
                 f"{item.name} {percent(item.share)} ({_times(item.slo)})" for item in demand.classes
@@ -167,7 +167,7 @@ def show_plan(
 
     `verdict` says whether SLOs were met in simulation, `proof` has a line of evidence for each model.
     """
-    if not any(demand.rate_per_s > 0 for demand in problem.asks):
+    if not any(demand.rate_per_s > 0 for demand in problem.demands):
         paragraph("Nothing to plan: all request rates are 0. Give a model a rate_per_s.")
         return
     _show_summary(problem, outcome, verdict, proof)

@@ -174,13 +174,13 @@ def rehearsed(
 
     `seen` caches evidence of the same spec between calls.
     """
-    if rehearsal_options.averages or not any(demand.rate_per_s > 0 for demand in factory.problem.asks):
+    if rehearsal_options.averages or not any(demand.rate_per_s > 0 for demand in factory.problem.demands):
         return None
     if not rehearsal_options.rehearse and outcome.plan.fraction < 1:
         return None
     from potluck.rehearse.rehearsal import RehearsalRules, rehearse
 
-    factory = factory.settled(outcome.plan)
+    factory = factory.with_formats_of(outcome.plan)
     trial = trial_of(spec, factory.problem, outcome.plan, rehearsal_options, settings.seed)
     began_s, cv = time.process_time(), 1.0 if rehearsal_options.cv is None else rehearsal_options.cv
     rules = RehearsalRules(cv=cv, enough=lambda: time.process_time() - began_s > SHORT_REHEARSAL_CPU_S)
@@ -216,7 +216,7 @@ def rehearsing(planner: Planner, spec: Spec) -> Planner:
 
 def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
     """The spec with the current nodes, links, rates and lengths of a problem."""
-    asks = {demand.name: demand for demand in problem.asks}
+    asks = {demand.name: demand for demand in problem.demands}
     models = tuple(
         replace(model, traffic=_traffic_now(model.traffic, asks[model.name])) if model.name in asks else model
         for model in spec.models
@@ -226,8 +226,8 @@ def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
 
 def _traffic_now(traffic: Traffic, model_demand: ModelDemand) -> Traffic:
     now = replace(traffic, rate_per_s=model_demand.rate_per_s)
-    demands = [demand for demand in model_demand.demands if demand.rate_per_s > 0]
-    if not demands or len(demands) < len(model_demand.demands):
+    demands = [demand for demand in model_demand.buckets if demand.rate_per_s > 0]
+    if not demands or len(demands) < len(model_demand.buckets):
         return now
     bins = tuple(
         LengthBin(each.input_tokens, each.output_tokens, each.rate_per_s / model_demand.rate_per_s)
@@ -324,7 +324,7 @@ def trial_of(
         resolved_plan = replace(
             resolved_plan, mean_tokens={**resolved_plan.mean_tokens, **_means(problem, left_out)}
         )
-        rates = {demand.name: demand.rate_per_s for demand in problem.asks}
+        rates = {demand.name: demand.rate_per_s for demand in problem.demands}
         shares = {item.model: max(0.0, 1.0 - rates[item.model] / item.rate_per_s) for item in traffic}
         whole = source
         source = lambda run, names, span_s: _without(whole(run, names, span_s), left_out)  # noqa: E731
@@ -362,19 +362,19 @@ def _left_out(problem: PlanningProblem) -> dict[str, list[tuple[int, bool]]]:
     """(longest prompt, whether no template serves it) of each bucket, for models that are served in part."""
     return {
         model_demand.name: [
-            (demand.longest_tokens, demand.rate_per_s <= 0) for demand in model_demand.demands
+            (demand.longest_tokens, demand.rate_per_s <= 0) for demand in model_demand.buckets
         ]
-        for model_demand in problem.asks
-        if any(demand.rate_per_s <= 0 for demand in model_demand.demands)
+        for model_demand in problem.demands
+        if any(demand.rate_per_s <= 0 for demand in model_demand.buckets)
     }
 
 
 def _means(problem: PlanningProblem, names: Collection[str]) -> dict[str, tuple[float, float]]:
     means = {}
-    for model_demand in problem.asks:
+    for model_demand in problem.demands:
         if model_demand.name in names and model_demand.rate_per_s > 0:
-            prompts = sum(demand.rate_per_s * demand.input_tokens for demand in model_demand.demands)
-            answers = sum(demand.rate_per_s * demand.output_tokens for demand in model_demand.demands)
+            prompts = sum(demand.rate_per_s * demand.input_tokens for demand in model_demand.buckets)
+            answers = sum(demand.rate_per_s * demand.output_tokens for demand in model_demand.buckets)
             means[model_demand.name] = (prompts / model_demand.rate_per_s, answers / model_demand.rate_per_s)
     return means
 

@@ -218,14 +218,16 @@ def _answered(
         answers = ladder(problem, running_plan, planner, settings)
         # New routes and roles use what is left as well as they can; only a new plan keeps its owner's terms, and one
         # without copies says that none can.
-        plain = replace(problem, asks=tuple(replace(demand, terms=ModelTerms()) for demand in problem.asks))
+        plain = replace(
+            problem, demands=tuple(replace(demand, terms=ModelTerms()) for demand in problem.demands)
+        )
         for replan_option in answers:
             keeps_terms = replan_option.step == "reallocate" and bool(replan_option.plan.deployments)
             violations = verify(problem if keeps_terms else plain, replan_option.plan)
             if violations:
                 raise CapacityError(f"option {replan_option.step!r} failed verification: {violations[0]}")
         best_option = best_answer(answers)
-        if best_option.served_fraction <= 0 and any(demand.rate_per_s > 0 for demand in problem.asks):
+        if best_option.served_fraction <= 0 and any(demand.rate_per_s > 0 for demand in problem.demands):
             raise CapacityError(
                 "the remaining nodes cannot serve the demand within its SLOs; add nodes or relax the SLOs"
             )
@@ -428,18 +430,20 @@ def _with_link(problem: PlanningProblem, text: str) -> PlanningProblem:
 
 def _with_rate(problem: PlanningProblem, text: str) -> PlanningProblem:
     match = _match("rate", _RATE, text, "MODEL=REQUESTS_PER_S or MODEL=1.5x")
-    names = [demand.name for demand in problem.asks]
+    names = [demand.name for demand in problem.demands]
     if match["model"] not in names:
         raise UnknownNameError("rate: model", match["model"], names)
-    asks = []
-    for demand in problem.asks:
+    demands = []
+    for demand in problem.demands:
         if demand.name == match["model"]:
             wanted = float(match["value"])
             factor = wanted if match["times"] else wanted / demand.rate_per_s if demand.rate_per_s else 0.0
-            demands = tuple(replace(d, rate_per_s=d.rate_per_s * factor) for d in demand.demands)
-            demand = replace(demand, demands=demands)
-        asks.append(demand)
-    return replace(problem, asks=tuple(asks))
+            buckets = tuple(
+                replace(bucket, rate_per_s=bucket.rate_per_s * factor) for bucket in demand.buckets
+            )
+            demand = replace(demand, buckets=buckets)
+        demands.append(demand)
+    return replace(problem, demands=tuple(demands))
 
 
 LEAST_PER_S = 1e-3

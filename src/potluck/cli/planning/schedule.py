@@ -52,8 +52,8 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     problem = planning_options.problem(spec)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    with progress(4 * len(problem.asks) + LEVELS) as progress_bar:
-        factory = TemplateFactory(problem, said=progress_bar)
+    with progress(4 * len(problem.demands) + LEVELS) as progress_bar:
+        factory = TemplateFactory(problem, report_progress=progress_bar)
         day_schedule = schedule_day(factory, planner, settings, rates, progress_bar)
     if out is not None:
         steps = day_schedule.steps

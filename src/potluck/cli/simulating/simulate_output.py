@@ -67,19 +67,18 @@ def simulated_loads(
         return ()
     answered = (records.outcome == ANSWERED) & (records.arrival_s >= summary.start_s)
     for index, name in enumerate(records.models):
-        model_demand, chosen = problem.ask(name), answered & (records.model == index)
-        if model_demand is None or not model_demand.rate_per_s > 0 or not chosen.any():
+        demand, chosen = problem.ask(name), answered & (records.model == index)
+        if demand is None or not demand.rate_per_s > 0 or not chosen.any():
             continue
         planned = (
-            sum(demand.rate_per_s * demand.output_tokens for demand in model_demand.demands)
-            / model_demand.rate_per_s
+            sum(bucket.rate_per_s * bucket.output_tokens for bucket in demand.buckets) / demand.rate_per_s
         )
         if abs(float(records.output_tokens[chosen].mean()) / planned - 1) > OUTPUT_LENGTH_TOLERANCE:
             continue
-        edges = [demand.longest_tokens for demand in model_demand.demands]
+        edges = [bucket.longest_tokens for bucket in demand.buckets]
         bucket = np.minimum(np.searchsorted(edges, records.prompt_tokens[chosen]), len(edges) - 1)
         rates = np.bincount(bucket, minlength=len(edges)) / span_s
-        loads.append(load_at(problem, plan, model_demand, rates.tolist()))
+        loads.append(load_at(problem, plan, demand, rates.tolist()))
     return tuple(loads)
 
 

@@ -209,7 +209,7 @@ def scene_of(inputs: SimulationInputs) -> ResolvedPlan:
         startups=startups_of(spec),
         idle_s={m.name: m.idle_s for m in spec.models if m.idle_s is not None},
         survive={m.name: (m.terms.survive, m.terms.survive_share) for m in spec.models if m.terms.survive},
-        profiles={demand.name: demand.profiles for demand in inputs.problem.asks if demand.profiles},
+        profiles={demand.name: demand.profiles for demand in inputs.problem.demands if demand.profiles},
         rtt_s={(name, region): rtt_s for name, far in spec.origins for region, rtt_s in far},
     )
 

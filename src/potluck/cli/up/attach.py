@@ -188,7 +188,7 @@ def planned_for(
     problem = load_problem(spec, 0.8, None, (), 0.0)
     said("planning")
     outcome = STRATEGIES[WHOLE if plain else ANY](
-        TemplateFactory(problem, said=said), SolveSettings(time_limit_s=time_limit_s)
+        TemplateFactory(problem, report_progress=said), SolveSettings(time_limit_s=time_limit_s)
     )
     require_service(problem, outcome, time_limit_s)
     return simulation.SimulationInputs(spec, problem, outcome.plan)

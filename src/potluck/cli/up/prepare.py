@@ -98,12 +98,12 @@ def planned_for_all(
 ) -> tuple[float, Callable[[Spec], SimulationInputs]]:
     """Requests/s that a fleet can do of the spec's one model, and what plans for such a spec with another rate."""
     from potluck.cli.planning.plan import require_service
-    from potluck.plan.assemble.even_shares import evened
+    from potluck.plan.assemble.even_shares import balance_load
     from potluck.plan.strategies import STRATEGIES, SolveSettings
     from potluck.rehearse.queueing_margins import restored, scaled
 
     problem, settings = _problem(spec, choices), SolveSettings(time_limit_s=choices.time_limit_s)
-    factory, demand = factory_for(problem, choices, report_stage), problem.asks[0]
+    factory, demand = factory_for(problem, choices, report_stage), problem.demands[0]
     factor = FIRST_PER_S / demand.rate_per_s
     while True:
         more = scaled(problem, {demand.name: factor})
@@ -112,12 +112,12 @@ def planned_for_all(
         if outcome.plan.fraction < 1 or factor * demand.rate_per_s > MOST_PER_S:
             break
         factor *= 4
-    even = evened(more, outcome.plan, settings.time_limit_s, settings.clock)
+    even = balance_load(more, outcome.plan, settings.time_limit_s, settings.clock)
     most_per_s = factor * demand.rate_per_s
 
     def plan(other_spec: Spec) -> SimulationInputs:
         real = _problem(other_spec, choices)
-        asked = {demand.name: most_per_s / real.asks[0].rate_per_s}
+        asked = {demand.name: most_per_s / real.demands[0].rate_per_s}
         return SimulationInputs(other_spec, real, restored(even, real, asked))
 
     return most_per_s * outcome.plan.fraction, plan
@@ -135,7 +135,7 @@ def factory_for(
 ) -> TemplateFactory:
     from potluck.plan.strategies import TemplateFactory
 
-    made = TemplateFactory(problem, said=report_stage)
+    made = TemplateFactory(problem, report_progress=report_stage)
     limit(made, choices)
     return made
 
@@ -145,19 +145,19 @@ def limit(factory: TemplateFactory, choices: PlanChoices) -> None:
     from potluck.plan.strategies.pool_strategy import machines_key
 
     problem = factory.problem
-    for demand in (variant for model_demand in problem.asks for variant in model_demand.variants):
+    for demand in (variant for model_demand in problem.demands for variant in model_demand.variants):
         if choices.single:
-            factory.made["pipeline", demand.key] = []
+            factory.templates_by_kind["pipeline", demand.key] = []
         if choices.here:
-            factory.made[f"group of {machines_key(problem)}", demand.key] = []
+            factory.templates_by_kind[f"group of {machines_key(problem)}", demand.key] = []
 
 
 def _short_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[str, ...]:
     fraction = outcome.plan.fraction
     if fraction >= 1:
         return ()
-    able = ", ".join(f"{demand.name} {demand.rate_per_s * fraction:.3g}/s" for demand in problem.asks)
-    what = f"of {sum(demand.rate_per_s for demand in problem.asks):.3g} requests/s that are asked for"
+    able = ", ".join(f"{demand.name} {demand.rate_per_s * fraction:.3g}/s" for demand in problem.demands)
+    what = f"of {sum(demand.rate_per_s for demand in problem.demands):.3g} requests/s that are asked for"
     return (f"this fleet can do {able} {what}; the rest waits or is refused (`potluck plan` says why)",)
 
 

@@ -1,1 +1,1 @@
-"""The integer program that decides what to rent: values, bounds, column generation, search, explanation."""
+"""The integer program that decides what to rent: data, matrix, bounds, column generation, decomposition, outages."""

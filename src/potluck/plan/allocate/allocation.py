@@ -1,4 +1,4 @@
-"""What an allocation answers: counts, shares, flows, the proven gap, prices, and why not when it cannot."""
+"""The result of solving the program: counts, shares, flows, proven gap, dual prices, and the shortfall if any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Phase = Literal["prefill", "decode", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class ColumnShare:
-    """How many copies' time of a column go to one phase of one bucket, and the rate that gives."""
+    """Time of a column's copies spent on one phase of one bucket, and the request rate that it serves."""
 
     key: ColumnKey
     bucket: int
@@ -39,40 +39,40 @@ class FlowRate:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """The largest fraction of all demands that can be met together, and what stands in the way."""
+    """The largest fraction of all demands that can be met together, and the binding resources."""
 
     fraction: float
-    fraction_bound: float  # Proven: no plan meets more than this.
+    fraction_bound: float  # Proven upper bound on the fraction.
     binding: tuple[str, ...]  # Resources that limit how much can be met, dearest first.
     unserved: tuple[str, ...] = ()  # Demands that no template in any region can serve at all.
     overpinned: tuple[str, ...] = ()  # Resources that the pinned copies alone exceed.
-    unkept: tuple[str, ...] = ()  # Limits that no plan keeps together, even one that serves nothing.
+    unkept: tuple[str, ...] = ()  # Limits that conflict, even in a plan that serves nothing.
 
     def __str__(self) -> str:
         if self.overpinned:
-            return f"the pinned copies need more than there is of {', '.join(self.overpinned)}"
+            return f"the pinned copies need more than is available of {', '.join(self.overpinned)}"
         if self.unkept:
-            return f"nothing keeps all of what is asked: {'; '.join(self.unkept[:4])}"
+            return f"these terms conflict: {'; '.join(self.unkept[:4])}"
         if self.unserved:
-            return f"no template that fits can serve {', '.join(self.unserved)}"
+            return f"no template that fits the fleet can serve {', '.join(self.unserved)}"
         names = ", ".join(self.binding[:4]) or "whole copies, not any one resource"
-        return f"at most {max(self.fraction, 0.0) + 0.0:.1%} of the demand can be met; what binds: {names}"
+        return f"at most {max(self.fraction, 0.0) + 0.0:.1%} of the demand can be met; limited by: {names}"
 
 
 @dataclass(frozen=True, slots=True)
-class OrderPrice:
-    """What it takes that who crosses a link is no shorter than who stays."""
+class OrderingCost:
+    """Cost of the rule that requests which cross a link are no shorter than those that stay."""
 
-    models: tuple[int, ...]  # Those that would not be in order by themselves.
-    usd_per_h: float | None  # Rent; None where not all demand is met.
-    fraction: float  # Of the demand, what more would be served in any order.
+    models: tuple[int, ...]  # Models whose cheapest routing breaks the rule.
+    usd_per_h: float | None  # Extra rent; None where not all demand is met.
+    fraction: float  # Fraction of the demand that only routing without the rule serves.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allocation:
-    """The best plan found and how far from the cheapest it can be.
+    """The best solution found, with the proven bound on its distance from the cheapest.
 
-    When infeasible, counts, shares and flows are those of a plan that meets `shortfall.fraction` of every demand.
+    When infeasible, counts, shares and flows are those of a solution that meets `shortfall.fraction` of every demand.
     """
 
     status: Status
@@ -83,9 +83,9 @@ class Allocation:
     rent_usd_per_h: float
     lower_bound_usd_per_h: float
     gap: float  # (cost - lower bound) / cost; infinite without a plan.
-    node_prices_usd_per_h: Floats  # Shadow prices [regions, node types]: saved per further node.
+    node_prices_usd_per_h: Floats  # Shadow prices [regions, node types]: saving per additional node.
     shortfall: Shortfall | None = None
-    order: OrderPrice | None = None  # None where lengths are in order, or need not be, without asking.
+    order: OrderingCost | None = None  # None where the rule does not apply or costs nothing.
 
     @property
     def fraction(self) -> float:

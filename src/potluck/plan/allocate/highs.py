@@ -1,4 +1,4 @@
-"""The little of HiGHS that planning needs: a linear or integer program, within CPU time."""
+"""Solve a linear or integer program with HiGHS within a limit on CPU time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from potluck.plan.allocate.program import Floats, Ints
 INFINITY = float("inf")
 MIN_TIME_S = 0.01
 PROBING = 1 << 15
-"""The presolve rule that is switched off: in HiGHS 1.14 and 1.15 probing cuts off optima of small mixed programs (a
-continuous share below a whole count is enough) and then reports a wrong bound as proven.
+"""The presolve rule that is switched off: in HiGHS 1.14 and 1.15 probing cuts off optima of small mixed-integer
+programs (one continuous variable below an integer one suffices) and reports a wrong bound as proven.
 """
 
-KINDS = highspy.HighsModelStatus
-INFEASIBLE = (KINDS.kInfeasible, KINDS.kUnboundedOrInfeasible)
-SOUND = (*INFEASIBLE, KINDS.kOptimal, KINDS.kTimeLimit, KINDS.kInterrupt)
-DEAR_HEURISTICS = ("feasibility_jump", "rins", "rens", "root_reduced_cost")
-FEW_WHOLE = 150  # Whole variables with which these take longer than the search that they are to shorten.
-BUSY = 50  # How many times its CPU time an integer program may take on a busy machine.
+MODEL_STATUS = highspy.HighsModelStatus
+INFEASIBLE = (MODEL_STATUS.kInfeasible, MODEL_STATUS.kUnboundedOrInfeasible)
+CONCLUSIVE = (*INFEASIBLE, MODEL_STATUS.kOptimal, MODEL_STATUS.kTimeLimit, MODEL_STATUS.kInterrupt)
+COSTLY_HEURISTICS = ("feasibility_jump", "rins", "rens", "root_reduced_cost")
+HEURISTICS_MIN_INTEGERS = 150  # Integer variables from which these heuristics save more time than they take.
+WALL_TIME_RATIO = 50  # Wall time an integer program may take on a busy machine, relative to its CPU time.
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ class Milp:
 
 @dataclass(frozen=True, slots=True)
 class MilpResult:
+    """Solution, bound and status of a linear or integer program; `x` is None when no solution was found."""
+
     x: Floats | None
     objective: float
     bound: float
@@ -60,31 +62,30 @@ def solve_milp(
     start: tuple[Ints, Floats] | None = None,
     gap_rel: float = 0.0,
 ) -> MilpResult:
-    """HiGHS on one thread. A start gives some variables by index, for HiGHS to complete.
+    """Solve with HiGHS on one thread. `start` has the indices and values of some variables, for HiGHS to complete.
 
-    The limit is CPU time of this thread, as everywhere in planning, so that a busy machine changes no plan: HiGHS
-    itself keeps wall time, so it is asked to stop, and a linear program that it stopped too soon goes on.
-    When HiGHS ends in an error (it finds its own solution a hair outside its tolerance), it is asked once more
-    without presolve; what then still has no status proves nothing.
+    The limit is CPU time of this thread, so that a busy machine does not change the plan. HiGHS measures wall time,
+    so a callback interrupts it, and a linear program that it stopped too soon is continued. When HiGHS ends in an
+    error (its solution is slightly outside its own tolerance), it runs once more without presolve.
     """
-    highs = _silent()
-    if not relax and np.count_nonzero(milp.integer) <= FEW_WHOLE:
-        for heuristic in DEAR_HEURISTICS:
-            highs.setOptionValue(f"mip_heuristic_run_{heuristic}", False)
+    solver = _quiet_solver()
+    if not relax and np.count_nonzero(milp.integer) <= HEURISTICS_MIN_INTEGERS:
+        for heuristic in COSTLY_HEURISTICS:
+            solver.setOptionValue(f"mip_heuristic_run_{heuristic}", False)
     watch = _SolverWatch(time_limit_s)
     if not relax:
-        highs.cbMipInterrupt += watch.stop_when_over
-    highs.setOptionValue("mip_rel_gap", gap_rel)
-    highs.setOptionValue("mip_abs_gap", 1e-9)
-    highs.passModel(_as_lp(milp, relax))
+        solver.cbMipInterrupt += watch.stop_when_over
+    solver.setOptionValue("mip_rel_gap", gap_rel)
+    solver.setOptionValue("mip_abs_gap", 1e-9)
+    solver.passModel(_as_lp(milp, relax))
     for presolve in ("choose", "off"):
-        highs.setOptionValue("presolve", presolve)
+        solver.setOptionValue("presolve", presolve)
         if start is not None and not relax:
-            highs.setSolution(len(start[0]), start[0].astype(np.int32), start[1])
-        watch.run(highs, not relax)
-        if highs.getModelStatus() in SOUND:
-            return _answer(highs, mixed=bool(milp.integer.any()) and not relax)
-        highs.clearSolver()
+            solver.setSolution(len(start[0]), start[0].astype(np.int32), start[1])
+        watch.run(solver, not relax)
+        if solver.getModelStatus() in CONCLUSIVE:
+            return _result(solver, mixed=bool(milp.integer.any()) and not relax)
+        solver.clearSolver()
     return MilpResult(None, INFINITY, -INFINITY, None, infeasible=False, finished=False)
 
 
@@ -102,23 +103,27 @@ class _SolverWatch:
         if self.left_s <= 0:
             event.interrupt()
 
-    def run(self, highs: highspy.Highs, whole: bool) -> None:
-        """Until it is done or time is over. Simplex goes on from where it was; whole numbers would begin anew."""
-        slower = BUSY if whole else 1
+    def run(self, highs: highspy.Highs, is_integer: bool) -> None:
+        """Run until done or out of time. Simplex continues where HiGHS stopped it; branch and bound would restart."""
+        wall_ratio = WALL_TIME_RATIO if is_integer else 1
         while True:
-            highs.setOptionValue("time_limit", highs.getRunTime() + slower * max(self.left_s, MIN_TIME_S))
+            highs.setOptionValue("time_limit", highs.getRunTime() + wall_ratio * max(self.left_s, MIN_TIME_S))
             highs.run()
-            if slower > 1 or highs.getModelStatus() != KINDS.kTimeLimit or self.left_s <= MIN_TIME_S:
+            if (
+                wall_ratio > 1
+                or highs.getModelStatus() != MODEL_STATUS.kTimeLimit
+                or self.left_s <= MIN_TIME_S
+            ):
                 return
 
 
-def _answer(highs: highspy.Highs, mixed: bool) -> MilpResult:
+def _result(highs: highspy.Highs, mixed: bool) -> MilpResult:
     status, info, solution = highs.getModelStatus(), highs.getInfo(), highs.getSolution()
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     infeasible = status in INFEASIBLE
     finished = infeasible or status == highspy.HighsModelStatus.kOptimal
     bound = info.mip_dual_bound if mixed else (info.objective_function_value if finished else -INFINITY)
-    if not finished and bound == 0.0:  # what HiGHS reports when it was stopped before it had any bound
+    if not finished and bound == 0.0:  # HiGHS reports 0 when stopped before it has a bound.
         bound = -INFINITY
     return MilpResult(
         x=np.array(solution.col_value) if feasible else None,
@@ -130,15 +135,14 @@ def _answer(highs: highspy.Highs, mixed: bool) -> MilpResult:
     )
 
 
-def _silent() -> highspy.Highs:
+def _quiet_solver() -> highspy.Highs:
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
     highs.setOptionValue("parallel", "off")
     highs.setOptionValue("presolve_rule_off", PROBING)
-    highs.setOptionValue(
-        "mip_allow_restart", False
-    )  # with a plan at hand restarts take 3/4 of the time for nothing
+    # With a start solution, restarts take 3/4 of the time and gain nothing.
+    highs.setOptionValue("mip_allow_restart", False)
     return highs
 
 
@@ -154,8 +158,11 @@ def _as_lp(milp: Milp, relax: bool) -> highspy.HighsLp:
     lp.a_matrix_.index_ = milp.row[order].astype(np.int32)
     lp.a_matrix_.value_ = milp.value[order]
     if not relax:
-        kinds = highspy.HighsVarType
-        lp.integrality_ = [kinds.kInteger if each else kinds.kContinuous for each in milp.integer.tolist()]
+        variable_types = highspy.HighsVarType
+        lp.integrality_ = [
+            variable_types.kInteger if is_integer else variable_types.kContinuous
+            for is_integer in milp.integer.tolist()
+        ]
     return lp
 
 
@@ -163,7 +170,7 @@ Clock = Callable[[], float]
 
 
 class Deadline:
-    """Counts down from a limit; `reserve_s` is kept back for writing down the answer."""
+    """A time limit on some clock; `reserve_s` of it is kept for extracting the solution."""
 
     def __init__(self, limit_s: float, clock: Clock) -> None:
         self.limit_s = limit_s
@@ -181,7 +188,7 @@ class Deadline:
 
     @property
     def final_s(self) -> float:
-        """For the last small steps: half of what is left, the reserve included."""
+        """Half of the time left, the reserve included, for the last small programs."""
         return max(0.5 * (self.limit_s - self.spent_s), 0.0)
 
     @property
@@ -189,5 +196,5 @@ class Deadline:
         return self.left_s <= 0
 
     def part(self, share: float) -> Deadline:
-        """A deadline within this one, with so much of what is left."""
+        """A deadline within this one, after a share of the time left."""
         return Deadline(max(share * self.left_s, 1e-3), self._clock)

@@ -221,7 +221,7 @@ class FlowRows:
             most = 0.0
         time = entries.new_row(-INFINITY, 0.0)
         fee = program.fee_usd_per_h(key)
-        counted = price + fee + program.part_usd_per_h(key)
+        counted = price + fee + program.copy_complexity_usd_per_h(key)
         copies = [entries.new_variable(price * program.init_penalty + counted, most, integer=True)]
         self.new[key] = copies[0]
         if running:

@@ -169,7 +169,7 @@ class ModelColumns:
     takes_bits_per_s: Floats | None = None  # I: what they may receive.
     fees_usd_per_h: Floats | None = None
     """e, [templates, regions]: what a copy costs beside its nodes' rent; None: nothing."""
-    parts_usd_per_h: Floats | None = None
+    complexity_usd_per_h: Floats | None = None
     """q_j, likewise: what the moving parts of a copy count for; None: nothing."""
     ordered: bool = False  # Whether who crosses a link is no shorter than who stays in a region.
 
@@ -263,8 +263,8 @@ class FlowProgram:
         fees = self.models[key.group].fees_usd_per_h
         return 0.0 if fees is None else float(fees[key.template, key.region])
 
-    def part_usd_per_h(self, key: ColumnKey) -> float:
-        parts = self.models[key.group].parts_usd_per_h
+    def copy_complexity_usd_per_h(self, key: ColumnKey) -> float:
+        parts = self.models[key.group].complexity_usd_per_h
         return 0.0 if parts is None else float(parts[key.template, key.region])
 
 

@@ -140,7 +140,7 @@ class Pricer:
         fees = self.program.models[m].fees_usd_per_h
         if fees is not None:
             cost += fees * (float(factor > 0) + duals.budget)
-        parts = self.program.models[m].parts_usd_per_h
+        parts = self.program.models[m].complexity_usd_per_h
         if parts is not None and factor > 0:
             cost += parts
         for limit, dual in zip(self.program.limits, duals.limits.tolist(), strict=True):
@@ -266,7 +266,7 @@ SLACK = 1e-5
 """By which E_j is rounded up: a count is whole for HiGHS within a millionth, and so may demand be met."""
 
 
-def with_whole_rows(
+def with_whole_copy_rows(
     pricer: Pricer, relaxed: Relaxation, deadline: Deadline
 ) -> tuple[Pricer, Relaxation] | None:
     """The program with rows for whole copies, and its relaxation at cost; None where there was no time.

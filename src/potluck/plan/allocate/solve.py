@@ -10,8 +10,15 @@ from math import ceil
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.allocation import Allocation, ColumnShare, FlowRate, OrderPrice, Shortfall, Status
-from potluck.plan.allocate.flow import FlowState, Starts, close, offer_counts, settle, start_vector
+from potluck.plan.allocate.allocation import (
+    Allocation,
+    ColumnShare,
+    FlowRate,
+    OrderingCost,
+    Shortfall,
+    Status,
+)
+from potluck.plan.allocate.flow import FlowState, Starts, close_gap, fix_counts, offer_counts, start_vector
 from potluck.plan.allocate.highs import Clock, Deadline
 from potluck.plan.allocate.matrix import THETA, FlowRows, bins_of
 from potluck.plan.allocate.outages import guarded, solve_guarded
@@ -80,7 +87,7 @@ def solve(
         return allocation
     usd = max(0.0, allocation.rent_usd_per_h - free.rent_usd_per_h) if allocation.found else None
     return replace(
-        allocation, order=OrderPrice(tuple(ordered), usd, max(0.0, free.fraction - allocation.fraction))
+        allocation, order=OrderingCost(tuple(ordered), usd, max(0.0, free.fraction - allocation.fraction))
     )
 
 
@@ -161,7 +168,7 @@ def without_idle(
     if not counts or not fraction > 0 or program.guarded or program.limits:
         return counts  # a copy that is idle may be there for others' loss, or because a limit says so
     rows = FlowRows(program, sorted({*counts, *(pin.key for pin in program.pins)}))
-    settled = settle(rows, start_vector(rows, counts), True, deadline, fraction * (1 - OPTIMAL))
+    settled = fix_counts(rows, start_vector(rows, counts), True, deadline, fraction * (1 - OPTIMAL))
     if settled is None:
         return counts
     busy: dict[ColumnKey, float] = {}
@@ -175,7 +182,7 @@ def without_idle(
     kept = {key: n for key, n in fewer.items() if n}
     if kept == counts:
         return counts
-    again = settle(rows, start_vector(rows, kept), True, deadline, fraction * (1 - OPTIMAL))
+    again = fix_counts(rows, start_vector(rows, kept), True, deadline, fraction * (1 - OPTIMAL))
     return counts if again is None else kept
 
 
@@ -222,7 +229,7 @@ def cost_of(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> tuple[floa
     for key, count in counts.items():
         price = price_of(program.fleet, program.models[key.group].uses[key.template], key.region)
         cost += program.init_penalty * price * max(0, count - running.get(key, 0))
-        cost += (program.fee_usd_per_h(key) + program.part_usd_per_h(key)) * count
+        cost += (program.fee_usd_per_h(key) + program.copy_complexity_usd_per_h(key)) * count
     return rent, cost + program.fixed_usd_per_h(counts)
 
 
@@ -231,13 +238,13 @@ def reroute(
 ) -> Routed | None:
     """How whole counts are used; None when all of the demand is asked for (`whole`) and they do not suffice."""
     rows = FlowRows(program, sorted({*counts, *(pin.key for pin in program.pins)}))
-    settled = settle(rows, start_vector(rows, counts), whole, deadline)
+    settled = fix_counts(rows, start_vector(rows, counts), whole, deadline)
     if settled is None:
         return None
     _, x = settled
     if not whole and x[THETA] > 0:
         # As much as can be served may go many ways: the cheapest of them.
-        cheapest = settle(rows, x, True, deadline, float(x[THETA]))
+        cheapest = fix_counts(rows, x, True, deadline, float(x[THETA]))
         x = x if cheapest is None else cheapest[1]
     shares, flows = rows.read(x)
     # The solver keeps variables above their lower bound of 0 within its tolerance only.
@@ -336,7 +343,7 @@ def _stands(model: ModelColumns, kept: set[int], fixed: set[int]) -> Ints:
     more = [model.prefill_per_s, model.decode_per_s, model.closed_per_s, sends[:, None], takes[:, None]]
     if model.allowed is not None:
         more.append(model.allowed.astype(np.float64))
-    more += [-fees for fees in (model.fees_usd_per_h, model.parts_usd_per_h) if fees is not None]
+    more += [-fees for fees in (model.fees_usd_per_h, model.complexity_usd_per_h) if fees is not None]
     does = np.concatenate(more, axis=1)
     stand = np.arange(count)
     # Those with the fewest nodes and the most done come first: whatever makes a column needless is before it.
@@ -405,7 +412,7 @@ def _most(
         state.infeasible = state.counts is None and not deadline.over
         return state
     state.lower = state.relaxed.bound
-    close(state)
+    close_gap(state)
     return state
 
 

@@ -1,1 +1,1 @@
-"""Between templates, the program and a plan: columns, rows of terms, codecs, priorities, even shares."""
+"""From templates to the integer program and back to a plan: columns, rows of terms, codecs, priorities, balancing."""

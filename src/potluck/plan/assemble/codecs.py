@@ -1,11 +1,11 @@
-"""In which codec KV crosses: the most exact one that costs no more. And who is served first where not all fits.
+"""Solve the program, choose each model's KV codec, and allocate a scarce fleet by priority.
 
-The program is solved with the smallest codec that is allowed, whose bound holds for all. Then, with the counts that
-were found, each model's KV is put back to the most exact codec in which these copies still serve as much.
+The program is solved with the smallest allowed codec, so its bound holds for all codecs. Then, with the counts fixed,
+each model gets the most exact codec with which these copies still serve as much.
 
-Level by level of priority, the largest fraction of its models' demand is asked for, while what the levels above were
-given must be met whole (`Demand.firm`). Models of one level share alike; where not even a copy of each fits, they
-come one after another, those whose first copy costs least before others.
+When the fleet cannot meet all demand, it is allocated priority by priority: the largest fraction of the level's
+demand, while the amounts given to higher priorities stay fixed (`BucketDemand.firm`). Models of one priority get the
+same fraction; where not even one copy of each fits, they are planned one by one, cheapest first copy first.
 """
 
 from __future__ import annotations
@@ -29,98 +29,123 @@ from potluck.plan.assemble.columns import ProgramColumns, columns
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.timing.rate_cache import RateCaches
 
-NOUGHT = 1e-9
-SPARE = 1e-6  # By as much as a solver may err, less is held than was found.
+FRACTION_TOLERANCE = 1e-9
+SOLVER_TOLERANCE = 1e-6  # Relative: firm demand is what was served, less this error of the solver.
 
-Solve = Callable[[PlanningProblem], tuple[ProgramColumns, Allocation]]
-
-
-def levels(problem: PlanningProblem) -> list[int]:
-    return sorted({demand.terms.priority for demand in problem.asks if demand.rate_per_s > 0}, reverse=True)
+SolveProblem = Callable[[PlanningProblem], tuple[ProgramColumns, Allocation]]
 
 
-def alike(problem: PlanningProblem, short: Shortfall) -> bool:
-    """Whether a shortfall that is the same for all is the last word."""
-    asked = sum(demand.rate_per_s > 0 for demand in problem.asks)
-    return len(levels(problem)) < 2 and (short.fraction > NOUGHT or asked < 2)
+def priorities(problem: PlanningProblem) -> list[int]:
+    """Priorities of the models with demand, highest first."""
+    return sorted(
+        {demand.terms.priority for demand in problem.demands if demand.rate_per_s > 0}, reverse=True
+    )
 
 
-def first_usd_per_h(program_columns: ProgramColumns, model: int) -> float:
-    """What the least costs that serves anything of a model: a copy that does both phases, or one of each."""
-    node_supply, mine = program_columns.program.fleet, program_columns.program.models[model]
-    here = np.where((mine.uses[:, None, :] <= node_supply.available[None]).all(axis=2), 1.0, np.inf)
-    cost = (mine.uses.astype(float) @ node_supply.price_usd_per_h.T + 1e-9) * here
+def is_uniform(problem: PlanningProblem, shortfall: Shortfall) -> bool:
+    """Whether all models get the same fraction, so that no allocation by priority follows."""
+    model_count = sum(demand.rate_per_s > 0 for demand in problem.demands)
+    return len(priorities(problem)) < 2 and (shortfall.fraction > FRACTION_TOLERANCE or model_count < 2)
 
-    def least(rates: NDArray[np.float64]) -> float:
+
+def first_copy_usd_per_h(program_columns: ProgramColumns, model: int) -> float:
+    """Cost of the cheapest deployment that serves a model at all: one copy for both phases, or one for each."""
+    node_supply, model_columns = program_columns.program.fleet, program_columns.program.models[model]
+    placeable = np.where(
+        (model_columns.uses[:, None, :] <= node_supply.available[None]).all(axis=2), 1.0, np.inf
+    )
+    cost = (model_columns.uses.astype(float) @ node_supply.price_usd_per_h.T + 1e-9) * placeable
+
+    def cheapest(rates: NDArray[np.float64]) -> float:
         return float(cost[rates.max(axis=1, initial=0.0) > 0].min(initial=np.inf))
 
-    return min(least(mine.closed_per_s), least(mine.prefill_per_s) + least(mine.decode_per_s))
+    return min(
+        cheapest(model_columns.closed_per_s),
+        cheapest(model_columns.prefill_per_s) + cheapest(model_columns.decode_per_s),
+    )
 
 
 def by_priority(
-    problem: PlanningProblem, solve: Solve, short: Shortfall, first: Mapping[str, float]
+    problem: PlanningProblem, solve: SolveProblem, shortfall: Shortfall, first_copy_usd: Mapping[str, float]
 ) -> tuple[ProgramColumns, Allocation] | None:
-    """The program and its answer for as much of each level as there is room for; None where nothing differs.
+    """The program and its allocation that serve priority after priority; None when nothing can be served, or no time.
 
-    `first` is what a first copy of each model costs.
+    `first_copy_usd` is the cost per hour of a first copy of each model.
     """
-    given: dict[str, float] = {demand.name: 0.0 for demand in problem.asks}
-    program_column: tuple[ProgramColumns, Allocation] | None = None
-    message, ranks = short, levels(problem)
-    todo = [[a.name for a in problem.asks if a.terms.priority == rank and a.rate_per_s > 0] for rank in ranks]
-    fraction, nothing = 0.0, len(ranks) < 2  # one level, and it is known that nothing is left to all of it
-    while todo:
-        mine = todo.pop(0)
-        if not nothing:
-            tried = solve(_at(problem, given, mine))
-            cut = tried[1].shortfall
-            if cut is None and not tried[1].found:
-                return None  # no time
-            fraction = 1.0 if cut is None else cut.fraction
-            message = message if cut is None else cut
-            program_column = tried if fraction > NOUGHT or program_column is None else program_column
-            given.update(dict.fromkeys(mine, fraction if fraction >= 1 else fraction * (1 - SPARE)))
-        if len(mine) > 1 and (nothing or fraction <= NOUGHT):
-            todo = [[name] for name in sorted(mine, key=lambda name: first[name])] + todo
-        nothing = False
-    if program_column is None or not any(given.values()):
+    fractions: dict[str, float] = {demand.name: 0.0 for demand in problem.demands}
+    solution: tuple[ProgramColumns, Allocation] | None = None
+    last_shortfall, levels = shortfall, priorities(problem)
+    pending_levels = [
+        [a.name for a in problem.demands if a.terms.priority == rank and a.rate_per_s > 0] for rank in levels
+    ]
+    fraction = 0.0
+    known_empty = len(levels) < 2  # The caller has solved a single level already, and it got nothing.
+    while pending_levels:
+        level = pending_levels.pop(0)
+        if not known_empty:
+            attempt = solve(_at_level(problem, fractions, level))
+            attempt_shortfall = attempt[1].shortfall
+            if attempt_shortfall is None and not attempt[1].found:
+                return None  # Time ran out.
+            fraction = 1.0 if attempt_shortfall is None else attempt_shortfall.fraction
+            last_shortfall = last_shortfall if attempt_shortfall is None else attempt_shortfall
+            solution = attempt if fraction > FRACTION_TOLERANCE or solution is None else solution
+            fractions.update(
+                dict.fromkeys(level, fraction if fraction >= 1 else fraction * (1 - SOLVER_TOLERANCE))
+            )
+        if len(level) > 1 and (known_empty or fraction <= FRACTION_TOLERANCE):
+            pending_levels = [
+                [name] for name in sorted(level, key=lambda name: first_copy_usd[name])
+            ] + pending_levels
+        known_empty = False
+    if solution is None or not any(fractions.values()):
         return None
-    least = min(given[demand.name] for demand in problem.asks if demand.rate_per_s > 0)
-    bound = max(least, message.fraction_bound)
-    words = replace(message, fraction=least, fraction_bound=bound, unserved=short.unserved)
-    allocation = replace(program_column[1], status="infeasible", shortfall=words)
-    return replace(program_column[0], problem=problem, fractions=given), allocation
+    least_fraction = min(fractions[demand.name] for demand in problem.demands if demand.rate_per_s > 0)
+    bound = max(least_fraction, last_shortfall.fraction_bound)
+    total_shortfall = replace(
+        last_shortfall, fraction=least_fraction, fraction_bound=bound, unserved=shortfall.unserved
+    )
+    allocation = replace(solution[1], status="infeasible", shortfall=total_shortfall)
+    return replace(solution[0], problem=problem, fractions=fractions), allocation
 
 
-def served(problem: PlanningProblem, plan: Plan) -> tuple[float, ...]:
-    """How much a plan serves, for comparing: level by level the least share of a model, then the mean of all."""
+def served_shares(problem: PlanningProblem, plan: Plan) -> tuple[float, ...]:
+    """Served shares of a plan, for comparing plans: for each priority the least share of a model, then the mean."""
     values: list[float] = []
-    for rank in levels(problem):
-        mine = [demand for demand in problem.asks if demand.terms.priority == rank and demand.rate_per_s > 0]
-        shares = [plan.fraction_of(demand.name) for demand in mine]
-        values += [round(min(shares), DIGITS), round(sum(shares) / len(shares), DIGITS)]
+    for priority in priorities(problem):
+        demands = [
+            demand
+            for demand in problem.demands
+            if demand.terms.priority == priority and demand.rate_per_s > 0
+        ]
+        shares = [plan.fraction_of(demand.name) for demand in demands]
+        values += [round(min(shares), SHARE_DIGITS), round(sum(shares) / len(shares), SHARE_DIGITS)]
     return tuple(values)
 
 
-DIGITS = 6
+SHARE_DIGITS = 6
 
 
-def _at(problem: PlanningProblem, given: Mapping[str, float], mine: list[str]) -> PlanningProblem:
-    def at(demand: ModelDemand) -> ModelDemand:
-        share = 1.0 if demand.name in mine else given[demand.name]
-        firm = demand.name not in mine and share > 0
-        demands = tuple(replace(d, rate_per_s=d.rate_per_s * share, firm=firm) for d in demand.demands)
-        return replace(demand, demands=demands)
+def _at_level(problem: PlanningProblem, fractions: Mapping[str, float], level: list[str]) -> PlanningProblem:
+    """The problem of one level: its models' whole demand, and the firm fractions of the models planned before."""
 
-    return replace(problem, asks=tuple(at(demand) for demand in problem.asks))
+    def scaled(demand: ModelDemand) -> ModelDemand:
+        share = 1.0 if demand.name in level else fractions[demand.name]
+        firm = demand.name not in level and share > 0
+        buckets = tuple(
+            replace(bucket, rate_per_s=bucket.rate_per_s * share, firm=firm) for bucket in demand.buckets
+        )
+        return replace(demand, buckets=buckets)
+
+    return replace(problem, demands=tuple(scaled(demand) for demand in problem.demands))
 
 
-SAME = 1e-6
-LEAST_SHARE = 0.1  # Of the time limit, for a level of priority that comes when nothing is left of it.
-SETTLE_S = 10.0  # For the linear programs that put codecs back.
+SERVED_TOLERANCE = 1e-6
+MIN_PART_SHARE = 0.1  # Of the time limit: what a priority gets at least, even after the limit.
+CODEC_LIMIT_S = 10.0  # For the linear programs that choose the codecs.
 
 
-def solved(
+def solve_with_codecs(
     problem: PlanningProblem,
     templates: Mapping[str, Sequence[Template]],
     *,
@@ -134,17 +159,15 @@ def solved(
     rate_caches: RateCaches | None = None,
     in_part: bool = True,
 ) -> tuple[ProgramColumns, Allocation]:
-    """The program over some templates and its answer, each model's KV in the most exact codec that will do.
+    """The program over some templates and its allocation, each model's KV in the most exact codec that suffices.
 
-    Where not all demand fits, models of a higher priority come first (`plan.assemble.codecs`); if not `in_part`,
-    nothing is planned then.
+    Where not all demand fits, models of higher priority come first; unless `in_part`, nothing is planned then.
     """
-
     deadline = Deadline(time_limit_s, clock)
 
-    def once(planning_problem: PlanningProblem) -> tuple[ProgramColumns, Allocation]:
+    def solve_problem(planning_problem: PlanningProblem) -> tuple[ProgramColumns, Allocation]:
         smallest = dict.fromkeys(
-            (demand.name for demand in planning_problem.asks), planning_problem.codecs[-1]
+            (demand.name for demand in planning_problem.demands), planning_problem.codecs[-1]
         )
         program_columns = columns(
             planning_problem,
@@ -158,45 +181,56 @@ def solved(
         allocation = solve(
             program_columns.program,
             starts=[counts for plan in starts if (counts := program_columns.counts_of(plan)) is not None],
-            time_limit_s=max(deadline.left_s / parts, LEAST_SHARE * time_limit_s),
+            time_limit_s=max(deadline.left_s / time_parts, MIN_PART_SHARE * time_limit_s),
             gap_target=gap_target,
             clock=clock,
             in_part=in_part,
         )
         if len(planning_problem.codecs) < 2 or not allocation.counts:
             return program_columns, allocation
-        return _put_back(program_columns, allocation, Deadline(SETTLE_S, clock))
+        return _choose_codecs(program_columns, allocation, Deadline(CODEC_LIMIT_S, clock))
 
-    parts = len(levels(problem)) + 1 if len(levels(problem)) > 1 else 1
-    program_columns, allocation = once(problem)
-    if allocation.shortfall is None or alike(problem, allocation.shortfall):
+    time_parts = len(priorities(problem)) + 1 if len(priorities(problem)) > 1 else 1
+    program_columns, allocation = solve_problem(problem)
+    if allocation.shortfall is None or is_uniform(problem, allocation.shortfall):
         return program_columns, allocation
-    parts = len(problem.asks)
-    first = {demand.name: first_usd_per_h(program_columns, m) for m, demand in enumerate(problem.asks)}
-    return by_priority(problem, once, allocation.shortfall, first) or (program_columns, allocation)
+    time_parts = len(problem.demands)
+    first_copy_usd = {
+        demand.name: first_copy_usd_per_h(program_columns, m) for m, demand in enumerate(problem.demands)
+    }
+    return by_priority(problem, solve_problem, allocation.shortfall, first_copy_usd) or (
+        program_columns,
+        allocation,
+    )
 
 
-def _put_back(
+def _choose_codecs(
     program_columns: ProgramColumns, allocation: Allocation, deadline: Deadline
 ) -> tuple[ProgramColumns, Allocation]:
-    problem, best = program_columns.problem, (program_columns, allocation)
-    names = [demand.name for m, demand in enumerate(problem.asks) if _crosses(program_columns, allocation, m)]
+    """The same copies with each model's KV in the most exact codec in which they still serve as much."""
+    problem, best_solution = program_columns.problem, (program_columns, allocation)
+    names = [
+        demand.name
+        for m, demand in enumerate(problem.demands)
+        if _transfers_kv(program_columns, allocation, m)
+    ]
     chosen = dict(program_columns.codecs)
-    chosen.update((demand.name, LOSSLESS) for demand in problem.asks if demand.name not in names)
-    if len(names) > 1:  # nearly always nothing is short, and one look is enough
+    chosen.update((demand.name, LOSSLESS) for demand in problem.demands if demand.name not in names)
+    if len(names) > 1:  # Usually the most exact codec fits for all models at once.
         all_exact = chosen | dict.fromkeys(names, problem.codecs[0])
-        if (other := _rerouted(program_columns, allocation, all_exact, deadline)) is not None:
-            return other
+        if (rerouted := _with_codecs(program_columns, allocation, all_exact, deadline)) is not None:
+            return rerouted
     for name in names:
         for codec in problem.codecs:
-            other = _rerouted(program_columns, allocation, chosen | {name: codec}, deadline)
-            if other is not None:
-                chosen, best = chosen | {name: codec}, other
+            rerouted = _with_codecs(program_columns, allocation, chosen | {name: codec}, deadline)
+            if rerouted is not None:
+                chosen, best_solution = chosen | {name: codec}, rerouted
                 break
-    return best
+    return best_solution
 
 
-def _crosses(program_columns: ProgramColumns, allocation: Allocation, model: int) -> bool:
+def _transfers_kv(program_columns: ProgramColumns, allocation: Allocation, model: int) -> bool:
+    """Whether the allocation sends a model's KV over the network."""
     inside = any(
         key.group == model and program_columns.templates[model][key.template].hands_over
         for key, _ in allocation.counts
@@ -204,46 +238,46 @@ def _crosses(program_columns: ProgramColumns, allocation: Allocation, model: int
     return inside or any(flow.model == model for flow in allocation.flows)
 
 
-def _rerouted(
+def _with_codecs(
     program_columns: ProgramColumns, allocation: Allocation, codecs: Mapping[str, Codec], deadline: Deadline
 ) -> tuple[ProgramColumns, Allocation] | None:
-    """The same copies with KV in these codecs; None when they would serve less."""
-    used = [
+    """The same copies with KV in these codecs; None when they serve less, or survive fewer losses."""
+    used_templates = [
         sorted({key.template for key, _ in allocation.counts if key.group == m})
         for m in _models(program_columns)
     ]
     problem = program_columns.problem
-    few = columns(
+    used_columns = columns(
         problem,
         {
-            demand.name: [program_columns.templates[m][t] for t in used[m]]
-            for m, demand in enumerate(problem.asks)
+            demand.name: [program_columns.templates[m][t] for t in used_templates[m]]
+            for m, demand in enumerate(problem.demands)
         },
         codecs=codecs,
-        rate_caches=program_columns.books,
+        rate_caches=program_columns.rate_caches,
     )
     counts = {
-        ColumnKey(key.group, used[key.group].index(key.template), key.region): n
+        ColumnKey(key.group, used_templates[key.group].index(key.template), key.region): n
         for key, n in allocation.counts
     }
-    routed = reroute(few.program, counts, allocation.found, deadline)
+    routed = reroute(used_columns.program, counts, allocation.found, deadline)
     if routed is None:
         return None
-    wanted = 1.0 if allocation.shortfall is None else allocation.shortfall.fraction
-    if not survives(few.program, counts, wanted - SAME, deadline):
+    required_fraction = 1.0 if allocation.shortfall is None else allocation.shortfall.fraction
+    if not survives(used_columns.program, counts, required_fraction - SERVED_TOLERANCE, deadline):
         return None
     shares, flows, _, fraction = routed
-    if allocation.shortfall is not None and fraction < allocation.shortfall.fraction - SAME:
+    if allocation.shortfall is not None and fraction < allocation.shortfall.fraction - SERVED_TOLERANCE:
         return None
-    kept = tuple(ColumnCount(key, n) for key, n in sorted(counts.items()))
-    there = tuple(
-        ColumnCount(ColumnKey(key.group, used[key.group].index(key.template), key.region), n)
+    column_counts = tuple(ColumnCount(key, n) for key, n in sorted(counts.items()))
+    running = tuple(
+        ColumnCount(ColumnKey(key.group, used_templates[key.group].index(key.template), key.region), n)
         for key, n in program_columns.program.running
-        if key.template in used[key.group]
+        if key.template in used_templates[key.group]
     )
-    few = replace(few, program=replace(few.program, running=there))
-    return few, replace(allocation, counts=kept, shares=shares, flows=flows)
+    used_columns = replace(used_columns, program=replace(used_columns.program, running=running))
+    return used_columns, replace(allocation, counts=column_counts, shares=shares, flows=flows)
 
 
 def _models(program_columns: ProgramColumns) -> range:
-    return range(len(program_columns.problem.asks))
+    return range(len(program_columns.problem.demands))

@@ -1,10 +1,10 @@
-"""Spread requests over a plan's copies so that none is busier than it must be.
+"""Balance a plan's requests over its copies so that all bottlenecks have the same utilization.
 
-Counts are fixed and, model by model, the largest t is found such that t times every bucket's demand fits, a linear
-program. Its shares, divided by t, serve the planned demand with every bottleneck equally far from full.
+With the counts fixed, a linear program finds for each model the largest t such that t times every bucket's demand
+fits. Its shares, divided by t, serve the planned demand with every bottleneck equally far from full.
 
-Where long prompts are prefilled in another region, the length from which on they are is free too: it ends up where
-both sides are equally full (PrfaaS's equation 7).
+Where long prompts are prefilled in another region, the length threshold is free too: it settles where both regions
+are equally utilized (PrfaaS's equation 7).
 """
 
 from __future__ import annotations
@@ -21,63 +21,67 @@ from potluck.plan.assemble.columns import codecs_of, columns, plan_of, threshold
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.verify import verify
 
-MORE = 64.0  # Times the demand that is asked for: more than any plan's copies serve.
+DEMAND_FACTOR = 64.0  # Factor on the demand in the linear program; no plan's copies serve as much.
 
 
-def evened(
+def balance_load(
     problem: PlanningProblem,
     plan: Plan,
     time_limit_s: float = 30.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
-    """The same copies at the same cost; the plan itself where nothing is gained, or its links would not carry it."""
+    """The same copies with balanced shares; the plan itself where it is short, or the result fails `verify`."""
     if plan.fraction < 1 or not plan.deployments:
         return plan
     shares: list[PlannedShare] = []
     flows: list[PlannedFlow] = []
     predictions: list[Prediction] = []
-    for demand in problem.asks:
-        most = _most(problem, plan, demand, time_limit_s, clock) if demand.rate_per_s > 0 else None
-        times = 0.0 if most is None else most.fraction * MORE
-        if most is None or times < 1:
+    for demand in problem.demands:
+        saturated = (
+            _saturated_plan(problem, plan, demand, time_limit_s, clock) if demand.rate_per_s > 0 else None
+        )
+        factor = 0.0 if saturated is None else saturated.fraction * DEMAND_FACTOR
+        if saturated is None or factor < 1:
             names = {template.name for template in plan.templates if template.model == demand.name}
             shares += [share for share in plan.shares if share.template in names]
             flows += [flow for flow in plan.flows if flow.model == demand.name]
             predictions += [prediction for prediction in plan.predictions if prediction.model == demand.name]
             continue
-        shares += [replace(item, rate_per_s=item.rate_per_s / times) for item in most.shares]
-        flows += [replace(item, rate_per_s=item.rate_per_s / times) for item in most.flows]
+        shares += [replace(item, rate_per_s=item.rate_per_s / factor) for item in saturated.shares]
+        flows += [replace(item, rate_per_s=item.rate_per_s / factor) for item in saturated.flows]
         predictions += [
-            replace(prediction, demand_per_s=demand.rate_per_s) for prediction in most.predictions
+            replace(prediction, demand_per_s=demand.rate_per_s) for prediction in saturated.predictions
         ]
-    better = replace(plan, shares=tuple(shares), flows=tuple(flows), predictions=tuple(predictions))
-    better = replace(better, thresholds=thresholds_of(better))
-    return plan if verify(problem, better, rerouted=True) else better
+    balanced = replace(plan, shares=tuple(shares), flows=tuple(flows), predictions=tuple(predictions))
+    balanced = replace(balanced, thresholds=thresholds_of(balanced))
+    return plan if verify(problem, balanced, rerouted=True) else balanced
 
 
-def _most(
+def _saturated_plan(
     problem: PlanningProblem,
     plan: Plan,
-    model_demand: ModelDemand,
+    demand: ModelDemand,
     time_limit_s: float,
     clock: Callable[[], float],
 ) -> Plan | None:
-    """One model's copies, all busy; None where it has none."""
-    templates = [template for template in plan.templates if template.model == model_demand.name]
+    """The plan of one model at the largest demand that its copies can serve; None where it has no copies."""
+    templates = [template for template in plan.templates if template.model == demand.name]
     names = {template.name for template in templates}
     pins = tuple(deployment for deployment in plan.deployments if deployment.template in names)
     if not pins:
         return None
-    held = replace(plan, deployments=pins).nodes
-    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * MORE) for demand in model_demand.demands)
-    alone = replace(
-        problem.with_nodes(lambda region, offer: held.get((region, offer.node), 0)),
-        asks=(replace(model_demand, demands=demands, terms=NO_TERMS),),
+    nodes = replace(plan, deployments=pins).nodes
+    buckets = tuple(
+        replace(bucket, rate_per_s=bucket.rate_per_s * DEMAND_FACTOR) for bucket in demand.buckets
+    )
+    model_problem = replace(
+        problem.with_nodes(lambda region, offer: nodes.get((region, offer.node), 0)),
+        demands=(replace(demand, buckets=buckets, terms=NO_TERMS),),
         budget_usd_per_h=None,
         init_penalty=0.0,
     )
     program_columns = columns(
-        alone, {model_demand.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan)
+        model_problem, {demand.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan)
     )
 
     return plan_of(

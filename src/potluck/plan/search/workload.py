@@ -85,9 +85,9 @@ def workload_of(
     rate = demand.rate_per_s
     if not rate > 0:
         raise InputError(f"model {demand.name}: rate_per_s", "must be positive for a search")
-    mean_in = sum(d.rate_per_s * d.new_tokens for d in demand.demands) / rate
-    mean_out = sum(d.rate_per_s * d.output_tokens for d in demand.demands) / rate
-    cached = sum(d.rate_per_s * d.cached_tokens for d in demand.demands) / rate
+    mean_in = sum(bucket.rate_per_s * bucket.new_tokens for bucket in demand.buckets) / rate
+    mean_out = sum(bucket.rate_per_s * bucket.output_tokens for bucket in demand.buckets) / rate
+    cached = sum(bucket.rate_per_s * bucket.cached_tokens for bucket in demand.buckets) / rate
     most = demand.model.max_context_tokens
     output = min(max(1, round(mean_out)), most - 1)
     prompt = min(max(1, round(mean_in)), most - output)

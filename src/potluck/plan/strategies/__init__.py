@@ -1,4 +1,4 @@
-"""Ways to a plan over the same templates and program. A new one is a file here and a row of the table."""
+"""Planning strategies over the same templates and integer program. A new one is a file and a row in STRATEGIES."""
 
 from __future__ import annotations
 
@@ -10,41 +10,43 @@ from potluck.plan.problem import ModelDemand
 from potluck.plan.strategies import cauchy_strategy as cauchy
 from potluck.plan.strategies import programs
 from potluck.plan.strategies.template_factory import (
-    MAKING_SHARE,
+    TEMPLATE_TIME_SHARE,
     Planner,
     PlanOutcome,
     SolveSettings,
     TemplateFactory,
 )
-from potluck.plan.strategies.variants import choosing_formats, near_users
+from potluck.plan.strategies.variants import choose_distance, choose_formats
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to a plan; called, it plans within one time limit, for users where they are, in the best formats."""
+    """A planner; calling it also chooses weight formats and network distance, all within one time limit."""
 
     plan: Planner
-    chooses_from: str  # Its proof is over these columns, and over no others.
+    chooses_from: str  # The columns over which its bound is proven.
     templates: Callable[[TemplateFactory, ModelDemand], list[Template]] | None = None
-    """What scaling may start for it; None: nothing but copies of what is planned."""
+    """Templates that scaling may start beside the plan's own; None: none."""
 
     def __call__(self, factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-        return choosing_formats(near_users(self._in_time))(factory, settings)
+        return choose_formats(choose_distance(self._plan_in_time))(factory, settings)
 
-    def _in_time(self, factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-        begun = settings.begun
-        return self.plan(factory.within(begun, MAKING_SHARE * begun.left_s), begun)
+    def _plan_in_time(self, factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        started = settings.started
+        return self.plan(factory.with_time_limit(started, TEMPLATE_TIME_SHARE * started.left_s), started)
 
 
-WHOLE = "combos of whole nodes"
+WHOLE_NODE_COMBOS = "combos of whole nodes"
 STRATEGIES = {
     "auto": Strategy(programs.auto, "all timed templates", programs.every_kind),
     "homo": Strategy(programs.homo, "the selected node types"),
     "melange": Strategy(programs.melange, "aggregated replicas", TemplateFactory.mixed),
-    "cauchy": Strategy(cauchy.cauchy_co, WHOLE, TemplateFactory.combos),
-    "cauchy-ce": Strategy(cauchy.cauchy_ce, "the combos shortlisted by equation 15", cauchy.efficient),
-    "cauchy-mc": Strategy(cauchy.cauchy_mc, WHOLE, TemplateFactory.combos),
-    "cauchy-mce": Strategy(cauchy.cauchy_mce, WHOLE, TemplateFactory.combos),
+    "cauchy": Strategy(cauchy.cauchy_co, WHOLE_NODE_COMBOS, TemplateFactory.combos),
+    "cauchy-ce": Strategy(
+        cauchy.cauchy_ce, "the combos shortlisted by equation 15", cauchy.shortlisted_combos
+    ),
+    "cauchy-mc": Strategy(cauchy.cauchy_mc, WHOLE_NODE_COMBOS, TemplateFactory.combos),
+    "cauchy-mce": Strategy(cauchy.cauchy_mce, WHOLE_NODE_COMBOS, TemplateFactory.combos),
     "cronus": Strategy(programs.cronus, "pairs and single nodes", programs.cronus_templates),
     "prfaas": Strategy(programs.prfaas, "single-phase nodes", TemplateFactory.phased),
     "coral": Strategy(

@@ -1,8 +1,7 @@
-"""From a problem to groups of its machines: THUNDERSERVE's search in every region's pool.
+"""Groups of a problem's machines, found by THUNDERSERVE's tabu search in every region's pool.
 
-No template spans two regions, so each region is searched by itself, as if it had to serve everything; the
-program then says how much of which group is used. With `headroom` at its limit of 1 no queue would be stable,
-so the search plans for a little less.
+No template spans two regions, so each region is searched as if it had to serve the whole demand; the integer program
+then chooses among the groups. At a `headroom` of 1 no queue is stable, so the search uses at most MAX_HEADROOM.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ if TYPE_CHECKING:
     from potluck.plan.search.search_templates import Estimate
     from potluck.plan.search.tabu import SearchResult
 
-MAX_GPUS = 256  # Beyond, a search takes too long to be of use.
-AUTO_GPUS = 16
-"""Without a written pool, `auto` searches only fleets of so few GPUs, where it takes a second or two."""
+MAX_GPUS = 256  # GPUs of a pool; the search takes too long on larger ones.
+AUTO_MAX_GPUS = 16
+"""GPUs up to which `auto` searches a fleet without a written pool; such a search takes a second or two."""
 MAX_HEADROOM = 0.99
-KEPT_SHARE = 0.9  # Of what a search says of its best state: with less, other states are timed too.
+MIN_TIMED_SHARE = 0.9
+"""Share of the searched goodput that the timed templates must reach; below it, the runner-up states are timed too."""
 
 
 def require_pool(problem: PlanningProblem, strategy: str = "thunderserve") -> ModelDemand:
-    """The model to search for; an error when there are several, or too many GPUs."""
-    if len(problem.asks) > 1:
-        names = ", ".join(demand.name for demand in problem.asks)
+    """The one model to search for; raises InputError for several models or too many GPUs."""
+    if len(problem.demands) > 1:
+        names = ", ".join(demand.name for demand in problem.demands)
         raise InputError("strategy", f"{strategy} plans one model at a time, not {names}; use auto")
     gpus = gpus_of(problem)
     if gpus > MAX_GPUS:
@@ -40,17 +40,17 @@ def require_pool(problem: PlanningProblem, strategy: str = "thunderserve") -> Mo
         if problem.pool is not None:
             fix = "split the pool"
         raise InputError("strategy", f"{strategy} takes at most {MAX_GPUS} GPUs, there are {gpus}; {fix}")
-    return problem.asks[0]
+    return problem.demands[0]
 
 
-def worth_searching(problem: PlanningProblem) -> bool:
-    """Whether `auto` looks for groups too."""
-    most = AUTO_GPUS if problem.pool is None else MAX_GPUS
-    return len(problem.asks) == 1 and problem.asks[0].rate_per_s > 0 and gpus_of(problem) <= most
+def is_searchable(problem: PlanningProblem) -> bool:
+    """Whether `auto` searches for groups of machines too."""
+    max_gpus = AUTO_MAX_GPUS if problem.pool is None else MAX_GPUS
+    return len(problem.demands) == 1 and problem.demands[0].rate_per_s > 0 and gpus_of(problem) <= max_gpus
 
 
 def machines_key(problem: PlanningProblem) -> str:
-    """Tells searches apart: of other pools, in other groups, or with KV in another codec."""
+    """Cache key of a search: a hash of the pools, the KV codec and the largest group."""
     pools = [region_pool(problem, region.name) for region in problem.regions]
     return hashlib.sha256(repr((pools, problem.codecs[-1], problem.max_group_gpus)).encode()).hexdigest()[:16]
 
@@ -60,7 +60,7 @@ ALL_PHASES: tuple[Role, ...] = (*APART, "mixed")
 
 
 def phases_of(engine: EngineKind, phases: tuple[Role, ...] = ALL_PHASES) -> tuple[Role, ...]:
-    """What groups may do: these, but without hand-overs whole requests alone."""
+    """The roles that groups may have: `phases`, or mixed alone for an engine that cannot hand KV over."""
     return phases if engine.hands_over else ("mixed",)
 
 
@@ -76,11 +76,11 @@ def search_groups(
     seed: int,
     estimate: Estimate | None = None,
 ) -> tuple[list[Template], dict[str, SearchResult]]:
-    """(templates, what each region's search found); a region where the model cannot be served has neither.
+    """(templates, search result of each region); a region that cannot serve the model is left out.
 
-    With an `estimate` the pairs of the best states are tried by it (`plan.search.search_templates`).
+    With an `estimate`, the pairs of replicas in the best states are evaluated by it (`plan.search.search_templates`).
     """
-    # numba is slow to load, and most plans search no pool
+    # Imported here: numba is slow to load, and most plans search no pool.
     from potluck.plan.search.deduce import deducer
     from potluck.plan.search.evaluate import PoolEvaluator
     from potluck.plan.search.search_templates import of_state, to_templates, tried
@@ -91,30 +91,34 @@ def search_groups(
     searched: dict[str, SearchResult] = {}
     if not demand.rate_per_s > 0:
         return templates, searched
-    work = workload_of(demand, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM), problem.engine)
+    pool_workload = workload_of(
+        demand, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM), problem.engine
+    )
     for region in problem.regions:
         pool = region_pool(problem, region.name)
         if pool is None:
             continue
         limits = SearchLimits(time_limit_s=time_limit_s / len(problem.regions))
-        how = SearchSettings(phases, problem.max_group_gpus, seed, limits)
-        evaluator = PoolEvaluator(deducer(pool, work, how.timing))
+        search_settings = SearchSettings(phases, problem.max_group_gpus, seed, limits)
+        evaluator = PoolEvaluator(deducer(pool, pool_workload, search_settings.timing))
         try:
-            search_result = search_with(evaluator, how)
+            search_result = search_with(evaluator, search_settings)
         except CapacityError:
             continue
         attained = None
         if estimate is not None:
             search_result, attained = tried(evaluator, search_result, estimate)
-        made = to_templates(problem, demand, pool, search_result, attained)
-        # Timed bucket by bucket, the best state may do far less than the search says of it.
-        much = KEPT_SHARE * len(demand.demands) * search_result.score.goodput_per_s
-        for state in () if _closed_per_s(made) >= much else search_result.others:
-            other = of_state(evaluator, search_result, state)
-            rival = to_templates(problem, demand, pool, other)
-            search_result, made = (
-                (other, rival) if _closed_per_s(rival) > _closed_per_s(made) else (search_result, made)
+        groups = to_templates(problem, demand, pool, search_result, attained)
+        # The search scores mean lengths; timed per bucket, its best state may serve far less.
+        required_per_s = MIN_TIMED_SHARE * len(demand.buckets) * search_result.score.goodput_per_s
+        for state in () if _closed_per_s(groups) >= required_per_s else search_result.others:
+            other_result = of_state(evaluator, search_result, state)
+            other_groups = to_templates(problem, demand, pool, other_result)
+            search_result, groups = (
+                (other_result, other_groups)
+                if _closed_per_s(other_groups) > _closed_per_s(groups)
+                else (search_result, groups)
             )
         searched[region.name] = search_result
-        templates += made
+        templates += groups
     return templates, searched

@@ -75,16 +75,16 @@ def efficiency_tokens_per_usd(demand: ModelDemand, template: Template, prices: d
     return rate * tokens * 3600.0 / cost if cost > 0 else float("inf")
 
 
-def served_per_s(model_demand: ModelDemand, template: Template) -> float:
+def served_per_s(demand: ModelDemand, template: Template) -> float:
     """Requests a second of the model's own mix that one copy serves, closed; 0 if it lacks a bucket."""
     time = 0.0
-    for demand, capacity in zip(model_demand.demands, template.capacity, strict=True):
-        if demand.rate_per_s <= 0:
+    for bucket, capacity in zip(demand.buckets, template.capacity, strict=True):
+        if bucket.rate_per_s <= 0:
             continue
         if capacity.closed_per_s <= 0:
             return 0.0
-        time += demand.rate_per_s / capacity.closed_per_s
-    return model_demand.rate_per_s / time if time > 0 else 0.0
+        time += bucket.rate_per_s / capacity.closed_per_s
+    return demand.rate_per_s / time if time > 0 else 0.0
 
 
 def _best_per_node(demand: ModelDemand, single: Sequence[Template], role: Role) -> dict[str, Template]:
@@ -105,21 +105,21 @@ def _total(template: Template) -> float:
 
 def combo_capacity(
     problem: PlanningProblem,
-    model_demand: ModelDemand,
+    demand: ModelDemand,
     replicas: Sequence[PlannedReplica],
     codec: Codec,
     rate_cache: RateCache,
 ) -> tuple[BucketCapacity, ...]:
     """What replicas of the two phases, and mixed ones beside them, serve together, from their layouts alone."""
-    mixed = _side(problem, model_demand, replicas, "mixed", rate_cache)
+    mixed = _side(problem, demand, replicas, "mixed", rate_cache)
     prefill_side, decode_side = (
-        _side(problem, model_demand, replicas, role, rate_cache) for role in ("prefill", "decode")
+        _side(problem, demand, replicas, role, rate_cache) for role in ("prefill", "decode")
     )
-    closed = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in model_demand.demands]
+    closed = [BucketCapacity(bucket.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for bucket in demand.buckets]
     if prefill_side is not None and decode_side is not None:
-        bits = wire_bits(model_demand, codec)
+        bits = wire_bits(demand, codec)
         closed = _closed(
-            problem, model_demand, prefill_side, decode_side, bits * (not _one_node(problem, replicas))
+            problem, demand, prefill_side, decode_side, bits * (not _one_node(problem, replicas))
         )
     if mixed is None:
         return tuple(closed)
@@ -149,7 +149,7 @@ class _Side:
 
 def _side(
     problem: PlanningProblem,
-    model_demand: ModelDemand,
+    demand: ModelDemand,
     replicas: Sequence[PlannedReplica],
     role: Role,
     rate_cache: RateCache,
@@ -157,10 +157,10 @@ def _side(
     members = [replica for replica in replicas if replica.role == role]
     if not members:
         return None
-    total = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in model_demand.demands]
+    total = [BucketCapacity(bucket.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for bucket in demand.buckets]
     for layout in {replica.layout for replica in members}:
         copies = sum(1 for replica in members if replica.layout == layout)
-        bucket_capacities = rate_cache.replica(problem, model_demand, layout, role).times(copies).capacity
+        bucket_capacities = rate_cache.replica(problem, demand, layout, role).times(copies).capacity
         total = [
             _added(capacity, other_capacity)
             for capacity, other_capacity in zip(total, bucket_capacities, strict=True)
@@ -224,13 +224,13 @@ def _closed(
     problem: PlanningProblem, model_demand: ModelDemand, prefill_side: _Side, decode_side: _Side, bits: Floats
 ) -> list[BucketCapacity]:
     """What two sides serve, bucket by bucket; their cards are as busy as the tightest bucket lets them be."""
-    pairs = list(zip(model_demand.demands, prefill_side.capacity, decode_side.capacity, strict=True))
+    pairs = list(zip(model_demand.buckets, prefill_side.capacity, decode_side.capacity, strict=True))
     limits = [
         _busy(problem, model_demand, demand, capacity, prefill_side, decode_side, bits)
         for demand, capacity, _ in pairs
     ]
     asked = [
-        u for u, demand in zip(limits, model_demand.demands, strict=True) if u > 0 and demand.rate_per_s > 0
+        u for u, bucket in zip(limits, model_demand.buckets, strict=True) if u > 0 and bucket.rate_per_s > 0
     ]
     busy = min(asked, default=problem.headroom)
     narrow = min(prefill_side.cards.all_bits_per_s, decode_side.cards.all_bits_per_s)
@@ -424,9 +424,13 @@ def _efficiency(
     rate_cache: RateCache,
 ) -> RankedPair:
     rate = demand.rate_per_s or 1.0
-    r_in = sum(d.rate_per_s * d.input_tokens for d in demand.demands) / rate or demand.demands[0].input_tokens
+    r_in = (
+        sum(bucket.rate_per_s * bucket.input_tokens for bucket in demand.buckets) / rate
+        or demand.buckets[0].input_tokens
+    )
     r_out = (
-        sum(d.rate_per_s * d.output_tokens for d in demand.demands) / rate or demand.demands[0].output_tokens
+        sum(bucket.rate_per_s * bucket.output_tokens for bucket in demand.buckets) / rate
+        or demand.buckets[0].output_tokens
     )
     try:
         model = CauchyModel.from_model(demand.model)
@@ -451,6 +455,6 @@ def _is(template: Template, node: str, role: Role) -> bool:
 
 def _batch(model_demand: ModelDemand, template: Template) -> float:
     """Answers that one of its replicas makes at a time, at its rate in the bucket that most requests are of."""
-    most = max(model_demand.demands, key=lambda demand: demand.rate_per_s)
+    most = max(model_demand.buckets, key=lambda demand: demand.rate_per_s)
     capacity = template.capacity[most.bucket]
     return max(1.0, capacity.decode_per_s * most.output_tokens * capacity.tpot_s / len(template.replicas))

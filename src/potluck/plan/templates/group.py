@@ -70,7 +70,7 @@ def group_capacity(
 
 def route(
     problem: PlanningProblem,
-    model_demand: ModelDemand,
+    demand: ModelDemand,
     replicas: Sequence[PlannedReplica],
     codec: Codec,
     attained: Attained | None = None,
@@ -79,16 +79,14 @@ def route(
     known: dict[tuple[str, Layout], tuple[BucketCapacity, ...]] = {}
     for replica in replicas:
         if (replica.role, replica.layout) not in known:
-            timer = timer_of(problem, model_demand, replica.layout)
+            timer = timer_of(problem, demand, replica.layout)
             known[replica.role, replica.layout] = replica_capacity(
-                model_demand, replica.layout, problem.by_name, replica.role, problem.headroom, timer=timer
+                demand, replica.layout, problem.by_name, replica.role, problem.headroom, timer=timer
             )
     rates = [known[replica.role, replica.layout] for replica in replicas]
     return tuple(
-        _bucket(
-            problem, model_demand, demand, replicas, [rate[demand.bucket] for rate in rates], codec, attained
-        )
-        for demand in model_demand.demands
+        _bucket(problem, demand, bucket, replicas, [rate[bucket.bucket] for rate in rates], codec, attained)
+        for bucket in demand.buckets
     )
 
 

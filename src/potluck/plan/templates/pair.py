@@ -110,27 +110,27 @@ def pair_capacity(
 
 def _rated(
     problem: PlanningProblem,
-    model_demand: ModelDemand,
+    demand: ModelDemand,
     low: Sequence[PlannedReplica],
     high: Sequence[PlannedReplica],
     codec: Codec,
     rate_cache: RateCache,
 ) -> RatedLayout:
-    alone, sure = rate_cache.replica(problem, model_demand, high[0].layout, "mixed").times(len(high))
+    alone, sure = rate_cache.replica(problem, demand, high[0].layout, "mixed").times(len(high))
     both = (cards_of(low, problem.by_name), cards_of(high, problem.by_name))
     cards = NetworkCards(
         min(network_cards.one_bits_per_s for network_cards in both),
         min(network_cards.all_bits_per_s for network_cards in both),
     )
     served = []
-    for demand in model_demand.demands:
+    for bucket in demand.buckets:
         # Each side is timed once, whoever is on the other.
-        prompt_parts = partial(_prompt_parts, problem, model_demand, low[0].layout, demand, codec)
-        takes = rate_cache.once(("low", codec, layout_text(low[0].layout), demand.bucket), prompt_parts)
-        rest = partial(_prompt_rests, problem, model_demand, high[0].layout, demand)
-        rests = rate_cache.once(("high", layout_text(high[0].layout), demand.bucket), rest)
-        work = _PairWork(problem, model_demand, demand, len(low), len(high), cards)
-        served.append(_balanced(work, takes, rests, alone[demand.bucket]))
+        prompt_parts = partial(_prompt_parts, problem, demand, low[0].layout, bucket, codec)
+        takes = rate_cache.once(("low", codec, layout_text(low[0].layout), bucket.bucket), prompt_parts)
+        rest = partial(_prompt_rests, problem, demand, high[0].layout, bucket)
+        rests = rate_cache.once(("high", layout_text(high[0].layout), bucket.bucket), rest)
+        work = _PairWork(problem, demand, bucket, len(low), len(high), cards)
+        served.append(_balanced(work, takes, rests, alone[bucket.bucket]))
     return RatedLayout(tuple(served), sure)
 
 

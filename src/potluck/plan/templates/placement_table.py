@@ -76,12 +76,12 @@ def _rated(problem: PlanningProblem, demand: ModelDemand, template: Template) ->
 
 
 def aggregated_capacity(
-    problem: PlanningProblem, model_demand: ModelDemand, layout: Layout
+    problem: PlanningProblem, demand: ModelDemand, layout: Layout
 ) -> tuple[BucketCapacity, ...]:
     """What a pipeline that does both serves of every bucket; 0 where it cannot be in time."""
-    timer = layout_timer(model_demand, layout, problem.by_name)
+    timer = layout_timer(demand, layout, problem.by_name)
     assert isinstance(timer, PipelineTimer)
-    return tuple(_bucket(problem, model_demand, demand, layout, timer) for demand in model_demand.demands)
+    return tuple(_bucket(problem, demand, bucket, layout, timer) for bucket in demand.buckets)
 
 
 def _bucket(
@@ -177,7 +177,7 @@ class PlacementTable:
         what is best for both phases together is seldom best for one.
         """
         cost = np.maximum(self.uses @ prices, 1e-9)
-        asked = np.array([demand.rate_per_s for demand in self.ask.demands])[self.bucket]
+        asked = np.array([demand.rate_per_s for demand in self.ask.buckets])[self.bucket]
         useful = np.minimum(self.per_s, np.maximum(asked, 1e-9) / self.problem.headroom)
         ranks = [np.where(self.open, -value / cost, 0.0) for value in (self.per_s, useful)]
         chosen = [self._best(rank, rank, few, 0.0) for rank in ranks]
@@ -199,7 +199,7 @@ class PlacementTable:
     def worth(
         self,
         problem: PlanningProblem,
-        model_demand: ModelDemand,
+        demand: ModelDemand,
         costs: Floats,
         duals: Floats,
         few: int,
@@ -212,9 +212,9 @@ class PlacementTable:
         """
         ratio = np.array(self.ratio)[self.phase]
         busy = self.problem.headroom * ratio * self.per_s
-        asked = np.array([demand.rate_per_s for demand in model_demand.demands])
+        asked = np.array([bucket.rate_per_s for bucket in demand.buckets])
         least, rank = np.full(len(self.per_s), np.inf), np.full(len(self.per_s), np.inf)
-        for r, there in enumerate(self._there(problem, model_demand)):
+        for r, there in enumerate(self._there(problem, demand)):
             cost = costs[r]
             earned = busy * duals[self.phase, self.bucket, r]
             most = (duals[:, :, r] @ asked)[self.phase]
@@ -241,31 +241,31 @@ class PlacementTable:
     def _best(self, value: Floats, rank: Floats, few: int, ceiling: float) -> Integers:
         chosen: list[Integers] = []
         for phase in range(len(PHASES)):
-            for bucket in range(len(self.ask.demands)):
+            for bucket in range(len(self.ask.buckets)):
                 rows = np.flatnonzero((self.phase == phase) & (self.bucket == bucket) & (value < ceiling))
                 order = np.argsort(rank[rows], kind="stable")[:few]
                 chosen.append(rows[order])
         return np.concatenate([np.zeros(0, np.int64), *chosen])
 
 
-def shelf_of(
+def placement_table_of(
     problem: PlanningProblem,
     model_demand: ModelDemand,
     folder: Path | None = None,
     timed: Timed | None = None,
     rate_caches: RateCaches | None = None,
     degree: int | None = None,
-    enough: Callable[[], bool] = lambda: False,
+    out_of_time: Callable[[], bool] = lambda: False,
 ) -> PlacementTable:
     """Every pipeline of several nodes for every bucket that something is asked of; of one `degree`, or of all.
 
-    `enough` is asked before each library whether there is no time for it.
+    `out_of_time` is checked before each library and skips the remaining ones.
     """
     result: list[PipelineLibrary] = []
     parts: list[tuple[NDArray[np.integer], ...]] = []
     rates: list[Floats] = []
     places = {node.name: place for place, node in enumerate(problem.nodes)}
-    for demand, library in _all(problem, model_demand, folder, degree, enough):
+    for demand, library in _all(problem, model_demand, folder, degree, out_of_time):
         mine = library.counts
         several = np.flatnonzero(mine.sum(axis=1) > 1)
         counts = np.zeros((len(several), len(problem.nodes)), np.uint8)
@@ -312,11 +312,11 @@ def _all(
     model_demand: ModelDemand,
     folder: Path | None,
     degree: int | None,
-    enough: Callable[[], bool],
+    out_of_time: Callable[[], bool],
 ) -> Iterator[tuple[int, PipelineLibrary]]:
     """Prefill and decode pipelines; none of types of which there are more, or more layers, than a library takes."""
     kinds = stage_kinds(problem, model_demand, degree)
-    asked = [demand for demand in model_demand.demands if demand.rate_per_s > 0] or model_demand.demands[:1]
+    asked = [bucket for bucket in model_demand.buckets if bucket.rate_per_s > 0] or model_demand.buckets[:1]
     wait, share = wait_factor(problem.headroom), 1.0 - HANDOVER_SHARE
     # Of each bucket the first before any second: time may not suffice for all.
     for uneven, demand, nodes in product(UNEVEN, asked, kinds):
@@ -331,14 +331,14 @@ def _all(
                     demand.new_tokens,
                     demand.output_tokens,
                 ),
-                max_nodes=nodes_at_most(len(nodes), len(problem.asks)),
+                max_nodes=nodes_at_most(len(nodes), len(problem.demands)),
                 rule=replace(rule, uneven=uneven),
                 folder=folder,
                 sure=model_demand.sure,
                 engine=problem.engine,
             ):
                 yield demand.bucket, library
-        if enough():
+        if out_of_time():
             return
 
 

@@ -45,7 +45,7 @@ def _usd(
 ) -> float:
     """What both phases of a request cost by templates of a degree; infinite where one of them is missing."""
     prices = {o.node: o.price_usd_per_h for region in problem.regions for o in region.offers if o.available}
-    bucket = max(model_demand.demands, key=lambda demand: demand.rate_per_s).bucket
+    bucket = max(model_demand.buckets, key=lambda demand: demand.rate_per_s).bucket
     mine = [template for template in apart if degree_of(template) == degree]
     total = 0.0
     for phase in ("prefill_per_s", "decode_per_s"):

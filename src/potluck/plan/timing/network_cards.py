@@ -46,14 +46,9 @@ class NetworkCards:
     all_bits_per_s: float
 
 
-def wire_bits(model_demand: ModelDemand, codec: Codec) -> Floats:
+def wire_bits(demand: ModelDemand, codec: Codec) -> Floats:
     """Bits that a mean prompt's KV puts on the wire, bucket by bucket."""
-    return (
-        np.array(
-            [crossing_bytes(model_demand.model, demand.kv_bytes, codec) for demand in model_demand.demands]
-        )
-        * 8
-    )
+    return np.array([crossing_bytes(demand.model, bucket.kv_bytes, codec) for bucket in demand.buckets]) * 8
 
 
 def cards_of(replicas: Iterable[PlannedReplica], nodes: Mapping[str, NodeType]) -> NetworkCards:
@@ -112,16 +107,14 @@ def busy_limit(alone_s: float, within_s: float, headroom: float) -> float:
 
 
 def busy_limits(
-    model_demand: ModelDemand, bits: Floats, cards: NetworkCards, headroom: float
+    demand: ModelDemand, bits: Floats, cards: NetworkCards, headroom: float
 ) -> tuple[float, tuple[bool, ...]]:
     """(how busy these cards may be, which buckets may pass them): busy as the tightest bucket that is asked for."""
     values = [
-        busy_limit(bit / cards.one_bits_per_s, room_s(model_demand, demand, headroom), headroom)
-        for bit, demand in zip(bits, model_demand.demands, strict=True)
+        busy_limit(bit / cards.one_bits_per_s, room_s(demand, bucket, headroom), headroom)
+        for bit, bucket in zip(bits, demand.buckets, strict=True)
     ]
-    asked = [
-        u for u, demand in zip(values, model_demand.demands, strict=True) if u > 0 and demand.rate_per_s > 0
-    ]
+    asked = [u for u, bucket in zip(values, demand.buckets, strict=True) if u > 0 and bucket.rate_per_s > 0]
     return min(asked, default=min(headroom, MOST_BUSY)), tuple(u > 0 for u in values)
 
 
@@ -137,7 +130,7 @@ def sides(replicas: Sequence[PlannedReplica]) -> tuple[list[PlannedReplica], lis
 
 
 def late_s(
-    model_demand: ModelDemand,
+    demand: ModelDemand,
     bits: Floats,
     nodes: Mapping[str, NodeType],
     templates: Mapping[str, Template],
@@ -164,11 +157,11 @@ def late_s(
         service_s = len(templates[share.template].replicas) / rate if rate > 0 else 0.0
         times.setdefault((share.phase, share.bucket), []).append((share.rate_per_s, taken_s, service_s))
     total = late = 0.0
-    for demand in model_demand.demands:
-        into = times.get(("decode", demand.bucket), [])
+    for bucket in demand.buckets:
+        into = times.get(("decode", bucket.bucket), [])
         there = sum(rate for rate, _, _ in into)
         decode_s = sum(rate * taken_s for rate, taken_s, _ in into) / there if there > 0 else 0.0
-        for rate, taken_s, service_s in times.get(("prefill", demand.bucket), []):
+        for rate, taken_s, service_s in times.get(("prefill", bucket.bucket), []):
             total += rate
             late += rate * max(0.0, max(taken_s, decode_s) - service_s)
     return late / total if total > 0 else 0.0

@@ -224,8 +224,8 @@ class RateCaches:
         place: tuple[object, ...] = (header(*asked),) if demand.profiles else asked
         if place not in self.opened:
             key = header(*asked)
-            known = _known(load(self.folder, key), len(demand.demands))
-            self.opened[place] = RateCache(len(demand.demands), key, self.folder, known, len(known))
+            known = _known(load(self.folder, key), len(demand.buckets))
+            self.opened[place] = RateCache(len(demand.buckets), key, self.folder, known, len(known))
         return self.opened[place]
 
     def keep(self) -> None:
@@ -235,7 +235,7 @@ class RateCaches:
 
 def unwritten(demand: ModelDemand) -> RateCache:
     """An empty book of nobody else's, for whoever times anew."""
-    return RateCache(len(demand.demands), "", None)
+    return RateCache(len(demand.buckets), "", None)
 
 
 def header(demand: ModelDemand, nodes: tuple[object, ...], headroom: float) -> str:
@@ -259,7 +259,7 @@ def layout_text(layout: Layout) -> str:
 def _timeless(demand: ModelDemand) -> ModelDemand:
     """Without what times do not follow from: names, how much is asked, where it may run, who asks."""
     return replace(
-        demand, name="", terms=NO_TERMS, classes=(), origins=(), demands=tuple(map(_lengths, demand.demands))
+        demand, name="", terms=NO_TERMS, classes=(), origins=(), buckets=tuple(map(_lengths, demand.buckets))
     )
 
 

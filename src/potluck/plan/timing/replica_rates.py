@@ -100,7 +100,7 @@ def layout_timer(demand: ModelDemand, layout: Layout, nodes: Mapping[str, NodeTy
 
 
 def replica_capacity(
-    model_demand: ModelDemand,
+    demand: ModelDemand,
     layout: Layout,
     nodes: Mapping[str, NodeType],
     role: Role,
@@ -110,10 +110,9 @@ def replica_capacity(
     timer: StepTimer | None = None,
 ) -> tuple[BucketCapacity, ...]:
     """Rates of `copies` replicas of one layout in one role, for every bucket; 0 where it cannot."""
-    timer = layout_timer(model_demand, layout, nodes) if timer is None else timer
+    timer = layout_timer(demand, layout, nodes) if timer is None else timer
     return tuple(
-        _bucket(model_demand, demand, timer, layout, nodes, role, headroom, copies)
-        for demand in model_demand.demands
+        _bucket(demand, bucket, timer, layout, nodes, role, headroom, copies) for bucket in demand.buckets
     )
 
 
@@ -121,11 +120,11 @@ def useful(capacity: tuple[BucketCapacity, ...]) -> bool:
     return any(c.prefill_per_s > 0 or c.decode_per_s > 0 or c.closed_per_s > 0 for c in capacity)
 
 
-def fits(model_demand: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> bool:
+def fits(demand: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> bool:
     """Whether the weights fit with room for at least one prompt of some bucket."""
-    shortest = min((demand.longest_tokens for demand in model_demand.demands), default=1)
+    shortest = min((bucket.longest_tokens for bucket in demand.buckets), default=1)
     try:
-        return layout_requests(model_demand.model, layout, nodes, float(shortest)) >= 1
+        return layout_requests(demand.model, layout, nodes, float(shortest)) >= 1
     except CapacityError:
         return False
 
