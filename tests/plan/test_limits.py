@@ -11,7 +11,7 @@ import pytest
 from allocate_reference import reference
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.outages import gone_columns
+from potluck.plan.allocate.outages import lost_columns
 from potluck.plan.allocate.program import (
     ColumnKey,
     ColumnPin,
@@ -103,7 +103,7 @@ def left(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
         rest = {
             key: n
             for key, n in counts.items()
-            if not gone_columns(program, outage, key.group)[key.template, key.region]
+            if not lost_columns(program, outage, key.group)[key.template, key.region]
         }
         result.append(served(shared(program, outage.shares), rest))
     for key in counts if program.spare else ():

@@ -13,7 +13,7 @@ from potluck.plan.allocate.decomposition import ModelDecomposition, is_separable
 from potluck.plan.allocate.flow import solve_relaxation
 from potluck.plan.allocate.highs import Deadline
 from potluck.plan.allocate.program import ColumnKey, FlowProgram
-from potluck.plan.allocate.solve import solve, told_in, without_needless
+from potluck.plan.allocate.solve import solve, with_stand_ins, without_dominated
 
 
 def joined(seed: int) -> FlowProgram:
@@ -76,13 +76,13 @@ def test_removing_dominated_columns_keeps_the_optimum(seed: int) -> None:
         for model in program.models
     ]
     program = replace(program, models=tuple(worse))
-    thin, stands = without_needless(program)
+    thin, stands = without_dominated(program)
     for model, stand in zip(thin.models, stands, strict=True):
         half = len(stand) // 2
         assert model.allowed is not None
         assert not model.allowed[half:].any()
         assert (stand[stand] == stand).all()
-    message = told_in({ColumnKey(0, len(stands[0]) // 2, 0): 2, ColumnKey(0, 0, 0): 1}, stands)
+    message = with_stand_ins({ColumnKey(0, len(stands[0]) // 2, 0): 2, ColumnKey(0, 0, 0): 1}, stands)
     assert sum(message.values()) == 3
     assert all(thin.models[0].allowed[key.template, key.region] for key in message)  # type: ignore[index]
     result, best = solve(program, time_limit_s=30.0), reference(program)

@@ -1,26 +1,26 @@
 """The allocation program: how many copies of which template to run in which region.
 
 Sets
-    b        demands: a model's bucket of prompt lengths, with rate D_b (requests/s)
+    b        demand: a model's bucket of prompt lengths, with rate D_b (requests/s)
     r, s     regions
     c        node types; region r rents A_rc of them (those already running included) for p_rc $/h
     j        columns: a template of one model in one region, using U_jc nodes; price p_j = sum_c p_rc U_jc
 
 Variables
     n_j      integer   copies of column j; v_j of them run already
-    x_jb     >= 0      copies' time spent on prefilling bucket b
+    x_jb     >= 0      copies' time spent on the prefill of bucket b
     z_jb     >= 0      ... on decoding bucket b
     w_jb     >= 0      ... on doing both inside the template, when it is a closed group
     f_brs    >= 0      requests/s of bucket b prefilled in region r and decoded in region s
     y_b      0 or 1    whether bucket b of an ordered model may cross a link; all longer ones may then, and only they
 
 Minimise  sum_j p_j (n_j + K max(0, n_j - v_j)) + (e_j + q_j) n_j - sum_rc p_rc g_rc
-          + sum_brs (egress_rs kv_b + [r != s] q_b) f_brs     e_j: what a copy costs beside its nodes' rent
-                                                              q: what moving parts count for; nobody pays it
+          + sum_brs (egress_rs kv_b + [r != s] q_b) f_brs     e_j: charges of a copy beside its nodes' rent
+                                                              q: complexity penalty, not a real charge
 
 Rows
     time_j       sum_b (x_jb + z_jb + w_jb) <= h n_j          h: utilisation headroom
-    demand_b     sum_rs f_brs + sum_j C_jb w_jb >= theta D_b   theta is 1, or maximised; a firm one asks for D_b
+    demand_b     sum_rs f_brs + sum_j C_jb w_jb >= theta D_b   theta is 1, or maximised; firm demand requires D_b
     prefill_br   sum_{j in r} P_jb x_jb >= sum_s f_brs
     decode_bs    sum_{j in s} Q_jb z_jb >= sum_r f_brs
     nodes_rc     sum_{j in r} U_jc n_j <= A_rc
@@ -32,12 +32,12 @@ Rows
     sends_j      sum_b kv_b P_jb x_jb <= O_j n_j              the network cards of a copy that prefills for
     takes_j      sum_b kv_b Q_jb z_jb <= I_j n_j              others, or decodes for them; inside a template
                                                               they are in C_jb
-    paid_rc      g_rc <= sum_{j in r} U_jc n_j                g_rc <= R_rc nodes that are paid for already, for
-                                                              which p_rc g_rc comes off the cost and the rent
-    budget       all of that but the penalty, egress and q <= B
+    paid_rc      g_rc <= sum_{j in r} U_jc n_j                g_rc <= R_rc reserved nodes in use, whose price
+                                                              p_rc g_rc is deducted from cost and rent
+    budget       the objective without penalty, egress and q <= B
     pin_j        n_j >= k or n_j = k
-    limit_i      low_i <= sum_j A_ij n_j + sum_h B_ih y_h - t_i theta <= high_i     y_h: a helper, whole or not;
-                 what an owner asks of counts; losses that must be survived become such rows (`outages.py`)
+    limit_i      low_i <= sum_j A_ij n_j + sum_h B_ih y_h - t_i theta <= high_i     y_h: an extra variable;
+                 terms on counts; losses that must be survived become such rows too (`outages.py`)
 
 The penalty K (CORAL 4.3) is the ratio of a node's start-up time to the interval between two plans. It needs
 no variable of its own: every running template has two columns, `running` (cost p_j, at most v_j) and `new`
@@ -62,33 +62,38 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ExtraVariable:
+    """A variable beside the counts, such as a switch that is 1 when any copy of some columns is rented."""
+
     name: str
     upper: float = 1.0
     whole: bool = True
-    usd_per_h: float = 0.0  # What is paid where it is 1 ...
-    row: int = -1  # ... which the copies in this limit call for.
+    usd_per_h: float = 0.0  # Charged once where it is 1.
+    row: int = -1  # Index of the limit whose copies force it to 1.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountLimit:
+    """A row limit_i: bounds on a weighted sum of the counts."""
+
     name: str
     low: float
     high: float
     copies: tuple[Floats | None, ...]  # A: per model [templates, regions]; None: all 0.
     helpers: tuple[tuple[int, float], ...] = ()  # (helper, B)
-    theta: float = 0.0  # t: for rows that ask for so much of the demand.
+    theta: float = 0.0  # t: of rows whose right side is proportional to theta.
 
     def scaled(self, fraction: float) -> CountLimit:
+        """The limit for a fraction of the demand."""
         return self if not self.theta else replace(self, theta=self.theta * fraction)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outage:
-    """Nodes that may go all at once, and the share of each model's demand that must still be served without them."""
+    """Nodes that can fail together, and the share of each model's demand that must be served without them."""
 
     name: str
-    gone: NDArray[np.bool_]  # [regions, node types]; a copy with a node of these goes with it.
-    shares: tuple[float, ...]  # Per model; 0: nothing is asked.
+    gone: NDArray[np.bool_]  # [regions, node types]; a copy with any of these nodes is lost.
+    shares: tuple[float, ...]  # By model; 0: no requirement.
 
 
 class ColumnKey(NamedTuple):
@@ -100,11 +105,15 @@ class ColumnKey(NamedTuple):
 
 
 class ColumnCount(NamedTuple):
+    """Copies of a column."""
+
     key: ColumnKey
     copies: int
 
 
 class ColumnPin(NamedTuple):
+    """Copies of a column that a solution must have: at least so many, or exactly."""
+
     key: ColumnKey
     copies: int
     exactly: bool = False
@@ -118,8 +127,8 @@ class NodeSupply:
     nodes: tuple[str, ...]
     price_usd_per_h: Floats
     available: Ints
-    """Nodes one may hold at all, those running now included; 0 where a region does not rent a type."""
-    reserved: Ints | None = None  # R: of these, those that are paid for already; None: none.
+    """Nodes that may be rented, running ones included; 0 where a region does not offer the type."""
+    reserved: Ints | None = None  # R: reserved nodes among these, which are paid for anyway; None: none.
 
     def __post_init__(self) -> None:
         shape = (len(self.regions), len(self.nodes))
@@ -142,11 +151,11 @@ class DemandBucket:
 
     name: str
     rate_per_s: float
-    kv_bits: float  # What crosses a link when prefill and decode are in different regions.
+    kv_bits: float  # Size of a request's KV on a link between its prefill and decode regions.
     barred: frozenset[tuple[int, int]] = frozenset()
-    """(source, target) regions between which the KV would take too long for the objective."""
-    firm: bool = False  # Asked for whole, whatever theta is.
-    crossing_usd_per_h: float = 0.0  # q_b: what a request a second between two regions counts for.
+    """(source, target) regions between which KV transfer would exceed the objective."""
+    firm: bool = False  # Must be met whole, whatever theta is.
+    crossing_usd_per_h: float = 0.0  # q_b: complexity penalty of 1 request/s between two regions.
 
     def __post_init__(self) -> None:
         _check_rate(f"bucket {self.name}: rate_per_s", self.rate_per_s)
@@ -155,7 +164,7 @@ class DemandBucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelColumns:
-    """A model's buckets and templates; rates are of one copy that does nothing else, 0 where it cannot."""
+    """A model's buckets and columns. Rates are of one copy fully busy with one phase of one bucket; 0: it cannot."""
 
     name: str
     buckets: tuple[DemandBucket, ...]
@@ -163,15 +172,15 @@ class ModelColumns:
     prefill_per_s: Floats  # P, [templates, buckets]
     decode_per_s: Floats  # Q
     closed_per_s: Floats  # C: requests/s doing both phases inside the template.
-    allowed: NDArray[np.bool_] | None = None  # [templates, regions]; None: wherever its nodes are rented.
+    allowed: NDArray[np.bool_] | None = None  # [templates, regions]; None: wherever its nodes are offered.
     sends_bits_per_s: Floats | None = None
-    """O, [templates]: what the network cards of a copy may send; None: more than it can make."""
-    takes_bits_per_s: Floats | None = None  # I: what they may receive.
+    """O, [templates]: rate at which the network cards of a copy may send; None: unlimited."""
+    takes_bits_per_s: Floats | None = None  # I: rate at which they may receive.
     fees_usd_per_h: Floats | None = None
-    """e, [templates, regions]: what a copy costs beside its nodes' rent; None: nothing."""
+    """e, [templates, regions]: charges of a copy beside its nodes' rent; None: none."""
     complexity_usd_per_h: Floats | None = None
-    """q_j, likewise: what the moving parts of a copy count for; None: nothing."""
-    ordered: bool = False  # Whether who crosses a link is no shorter than who stays in a region.
+    """q_j, [templates, regions]: complexity penalty of a copy; None: none."""
+    ordered: bool = False  # Whether requests that cross a link must be no shorter than those that stay.
 
     def __post_init__(self) -> None:
         for cards in (self.sends_bits_per_s, self.takes_bits_per_s):
@@ -187,6 +196,8 @@ class ModelColumns:
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:
+    """A link between two regions, by index, with the bandwidth that a plan may use."""
+
     source: int
     target: int
     bits_per_s: float
@@ -194,12 +205,14 @@ class LinkRow:
 
     @property
     def egress_usd_per_h(self) -> float:
-        """Dollars an hour for one bit a second."""
+        """USD per hour for 1 bit/s."""
         return self.egress_usd_per_gb * 3600 / 8e9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlowProgram:
+    """The allocation program of this module's docstring, as data."""
+
     fleet: NodeSupply
     models: tuple[ModelColumns, ...]
     links: tuple[LinkRow, ...] = ()
@@ -212,7 +225,7 @@ class FlowProgram:
     helpers: tuple[ExtraVariable, ...] = ()
     outages: tuple[Outage, ...] = ()
     spare: tuple[float, ...] = ()
-    """Per model the share of its demand that must still be served without any one of its copies; empty: nothing."""
+    """By model, the share of its demand that must be served after the loss of any one copy; empty: none."""
 
     def __post_init__(self) -> None:
         _check_common(self)
@@ -227,51 +240,55 @@ class FlowProgram:
             raise InputError("links", "each must join two different known regions, once")
 
     def scaled(self, fraction: float) -> FlowProgram:
-        """The same with every demand multiplied that is not firm."""
+        """The program with all demand that is not firm multiplied by `fraction`."""
         return replace(
             self,
             models=tuple(
                 replace(
-                    m,
+                    model,
                     buckets=tuple(
-                        b if b.firm else replace(b, rate_per_s=b.rate_per_s * fraction) for b in m.buckets
+                        bucket if bucket.firm else replace(bucket, rate_per_s=bucket.rate_per_s * fraction)
+                        for bucket in model.buckets
                     ),
                 )
-                for m in self.models
+                for model in self.models
             ),
             limits=tuple(limit.scaled(fraction) for limit in self.limits),
         )
 
     @property
     def guarded(self) -> bool:
+        """Whether any loss must be survived."""
         return any(self.spare) or any(any(outage.shares) for outage in self.outages)
 
     def fixed_usd_per_h(self, counts: Mapping[ColumnKey, int]) -> float:
-        """What is paid once, however many copies call for it."""
-        paid = 0.0
+        """One-time charges that these counts incur."""
+        total_usd_per_h = 0.0
         for helper in self.helpers:
             tables = self.limits[helper.row].copies if helper.usd_per_h else ()
-            called = any(
+            is_charged = any(
                 count and (table := tables[key.group]) is not None and table[key.template, key.region]
                 for key, count in counts.items()
                 if tables
             )
-            paid += helper.usd_per_h if called else 0.0
-        return paid
+            total_usd_per_h += helper.usd_per_h if is_charged else 0.0
+        return total_usd_per_h
 
     def fee_usd_per_h(self, key: ColumnKey) -> float:
+        """Charges of one copy of a column beside its nodes' rent."""
         fees = self.models[key.group].fees_usd_per_h
         return 0.0 if fees is None else float(fees[key.template, key.region])
 
     def copy_complexity_usd_per_h(self, key: ColumnKey) -> float:
+        """Complexity penalty of one copy of a column."""
         parts = self.models[key.group].complexity_usd_per_h
         return 0.0 if parts is None else float(parts[key.template, key.region])
 
 
-def card_rows(model: ModelColumns, headroom: float) -> tuple[tuple[Floats, Floats], ...]:
-    """For sending and receiving: the bits/s that a copy makes in each bucket [templates, buckets], and its limit.
+def network_rows(model: ModelColumns, headroom: float) -> tuple[tuple[Floats, Floats], ...]:
+    """For sending and receiving: (bits/s of a copy by bucket [templates, buckets], its limit [templates]).
 
-    A limit is infinite where a copy that is busy all its planned time stays within it: such a row never binds.
+    A limit is infinite where even a fully utilized copy stays within it: such a row never binds.
     """
     bits = np.array([bucket.kv_bits for bucket in model.buckets])
     result = []
@@ -282,16 +299,20 @@ def card_rows(model: ModelColumns, headroom: float) -> tuple[tuple[Floats, Float
         if cards is None:
             result.append((table, np.full(len(table), np.inf)))
             continue
-        made = table * bits
-        result.append((made, np.where(made.max(axis=1, initial=0.0) * headroom <= cards, np.inf, cards)))
+        kv_bits_per_s = table * bits
+        result.append(
+            (
+                kv_bits_per_s,
+                np.where(kv_bits_per_s.max(axis=1, initial=0.0) * headroom <= cards, np.inf, cards),
+            )
+        )
     return tuple(result)
 
 
 def rent_usd_per_h(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> float:
-    """The rent of the nodes that these copies use beyond the reserved ones.
+    """Rent of the nodes that these copies use beyond the reserved ones.
 
-    Nodes are counted before they are priced: the price of all nodes less that of the reserved ones would leave a
-    rounding error, which may be below zero.
+    Nodes are counted before they are priced, as subtracting the price of the reserved nodes may round below zero.
     """
     node_supply = program.fleet
     used = np.zeros(node_supply.available.shape, np.int64)
@@ -301,7 +322,7 @@ def rent_usd_per_h(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> flo
     return float((rented * node_supply.price_usd_per_h).sum())
 
 
-def price_of(node_supply: NodeSupply, uses: Bytes, region: int) -> float:
+def node_price_usd_per_h(node_supply: NodeSupply, uses: Bytes, region: int) -> float:
     return float(uses @ node_supply.price_usd_per_h[region])
 
 
@@ -319,8 +340,8 @@ def check_limits(
             for table, shape in zip(limit.copies, shapes, strict=False)
         ):
             raise InputError(f"limit {limit.name}", "needs a table of templates and regions for every model")
-        if any(not 0 <= place < len(helpers) for place, _ in limit.helpers):
-            raise InputError(f"limit {limit.name}", "names a helper that is not there")
+        if any(not 0 <= index < len(helpers) for index, _ in limit.helpers):
+            raise InputError(f"limit {limit.name}", "names an extra variable that does not exist")
     for outage in outages:
         if outage.gone.shape != fleet or len(outage.shares) != len(shapes):
             raise InputError(
@@ -362,7 +383,7 @@ def _check_common(program: FlowProgram) -> None:
         if count < 0:
             raise InputError("running or pinned count", f"must not be negative, is {count}")
     for name, keys in (("running", program.running), ("pins", program.pins)):
-        if len({one.key for one in keys}) < len(keys):
+        if len({column.key for column in keys}) < len(keys):
             raise InputError(name, "names a column twice")
     if not (np.isfinite(program.init_penalty) and program.init_penalty >= 0):
         raise InputError("init_penalty", f"must not be negative, is {program.init_penalty}")

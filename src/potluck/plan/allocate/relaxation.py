@@ -1,4 +1,4 @@
-"""The linear relaxation by column generation: every column priced at once, and rows that hold as copies are whole.
+"""The linear relaxation by column generation, tightened by rows that hold because copies are whole.
 
 With duals pi_br (prefill), rho_br (decode), delta_b (demand), mu_rc (nodes), beta (budget) and the cost factor k (1 +
 K when cost is minimised, 0 when the fraction is maximised), a new column of region r has the reduced cost
@@ -6,10 +6,10 @@ K when cost is minimised, 0 when the fraction is maximised), a new column of reg
     p_j (k + beta) + sum_c U_jc (mu_rc - gamma_rc) + e_j - sum_i lambda_i A_ij
         - h max_b max(P_jb pi_br, Q_jb rho_br, C_jb delta_b)
 
-(gamma: nodes that are paid for already, lambda: limits), since its time goes where it earns most. Where its network
-cards may bind, a copy's time earns less: that little linear program is priced exactly (`_carded`). Summed over all
-columns with their largest counts, what is negative in it corrects the relaxation's value to a valid bound, also
-before the last column has come in.
+(gamma: reserved nodes, lambda: limits), since its time goes where it earns most. Where its network cards may bind, a
+copy's time earns less, by a small linear program that is solved exactly (`_limit_by_network`). The negative reduced
+costs, summed over all columns at their largest counts, correct the relaxation's value to a valid bound, also before
+column generation has converged.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 
 from potluck.plan.allocate.highs import INFINITY, Deadline, Milp, solve_milp
 from potluck.plan.allocate.matrix import THETA, FlowRows
-from potluck.plan.allocate.program import ColumnKey, CountLimit, Floats, FlowProgram, card_rows
+from potluck.plan.allocate.program import ColumnKey, CountLimit, Floats, FlowProgram, network_rows
 
-PER_ROUND = 12
-TOLERANCE = 1e-9
-UNCAPPED = 1e9
+COLUMNS_PER_ROUND = 12  # Columns added per model and region in one round.
+RELATIVE_TOLERANCE = 1e-9
+UNCAPPED = 1e9  # A cap on theta that never binds.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Duals:
-    """Prices of the shared rows, per unit of the program (not of the scaled matrix)."""
+    """Dual prices of the shared rows, per unit of the program (not of the scaled matrix)."""
 
     phase: Floats  # [2, bins, regions]: pi and rho.
     demand: Floats
@@ -51,11 +51,13 @@ class Relaxation:
     bound: float
     duals: Duals
     reduced: list[Floats]
-    """Per model [templates, regions]: reduced costs of new columns, infinite where one cannot be."""
+    """By model [templates, regions]: reduced costs of new columns, infinite where no copy fits."""
     converged: bool
 
 
 class Pricer:
+    """Prices all columns of a program at once: earnings, reduced costs, largest counts."""
+
     def __init__(self, program: FlowProgram) -> None:
         self.program = program
         node_supply = program.fleet
@@ -76,64 +78,67 @@ class Pricer:
             if pin.exactly:  # its column is always there; no others of it may be added
                 self.most[pin.key.group][pin.key.template, pin.key.region] = 0.0
         self.first_bin = np.cumsum([0, *(len(model.buckets) for model in program.models)])
-        self.cards = [card_rows(model, program.headroom) for model in program.models]
-        self.carded = [
+        self.cards = [network_rows(model, program.headroom) for model in program.models]
+        self.network_limited = [
             np.flatnonzero(np.any([np.isfinite(limit) for _, limit in cards], axis=0)) for cards in self.cards
         ]
-        """Per model the templates whose network cards may bind."""
+        """By model, the templates whose network cards may bind."""
 
     def earnings(self, m: int, duals: Duals) -> Floats:
-        """[templates, regions of the prices]: what one copy's time earns at best."""
+        """[templates, regions of the duals]: the most that one copy's time can earn."""
         model, first = self.program.models[m], int(self.first_bin[m])
-        best = np.zeros((len(model.uses), duals.phase.shape[2]))
+        earned = np.zeros((len(model.uses), duals.phase.shape[2]))
         for b in range(len(model.buckets)):
-            for r in range(best.shape[1]):
+            for r in range(earned.shape[1]):
                 for p, table in enumerate((model.prefill_per_s, model.decode_per_s)):
                     if duals.phase[p, first + b, r] > 0:
-                        np.maximum(best[:, r], table[:, b] * duals.phase[p, first + b, r], out=best[:, r])
+                        np.maximum(earned[:, r], table[:, b] * duals.phase[p, first + b, r], out=earned[:, r])
             closed = model.closed_per_s[:, b, None] * duals.demand[first + b]
-            np.maximum(best, closed, out=best)
-        best *= self.program.headroom
-        if len(self.carded[m]):
-            self._carded(m, duals, best)
-        return best
+            np.maximum(earned, closed, out=earned)
+        earned *= self.program.headroom
+        if len(self.network_limited[m]):
+            self._limit_by_network(m, duals, earned)
+        return earned
 
-    def _carded(self, m: int, duals: Duals, best: Floats) -> None:
-        """Lower what copies earn whose network cards may bind.
+    def _limit_by_network(self, m: int, duals: Duals, earned: Floats) -> None:
+        """Lower the earnings of copies whose network cards may bind.
 
-        A copy's time earns at most  max sum_b v_b x_b  with  sum_b x_b <= h  and  sum_b a_b x_b <= O  (v_b what a
-        copy busy with b earns, a_b the bits it makes), and likewise for what it receives. By duality that is the
-        least of  h t + O l(t) + I u(t)  over t, the price of its time, where l(t) = max_b (v_b - t)+ / a_b is the
-        price of its cards: convex, and bent only where two of its lines cross or one ends.
+        A copy's time earns at most  max sum_b v_b x_b  with  sum_b x_b <= h  and  sum_b a_b x_b <= O  (v_b: the
+        earnings of a copy busy with b, a_b: the bits it sends), and likewise for what it receives. By duality that is
+        the least of  h t + O l(t) + I u(t)  over t, the price of its time, where l(t) = max_b (v_b - t)+ / a_b is the
+        price of its cards: convex, with bends only where two of its lines cross or one ends.
         """
-        model, first, rows = self.program.models[m], int(self.first_bin[m]), self.carded[m]
+        model, first, rows = self.program.models[m], int(self.first_bin[m]), self.network_limited[m]
         span = slice(first, first + len(model.buckets))
         h, pairs = self.program.headroom, np.triu_indices(len(model.buckets), 1)
         closed = (model.closed_per_s[rows] * duals.demand[span]).max(axis=1, initial=0.0)
-        for r in range(best.shape[1]):
-            least, bends = closed.copy(), [np.zeros((len(rows), 1))]
-            sides: list[tuple[Floats, Floats, Floats]] = []
+        for r in range(earned.shape[1]):
+            lower, breakpoints = closed.copy(), [np.zeros((len(rows), 1))]
+            directions: list[tuple[Floats, Floats, Floats]] = []
             for p, table in enumerate((model.prefill_per_s, model.decode_per_s)):
                 value = table[rows] * duals.phase[p, span, r]
-                made, limit = self.cards[m][p][0][rows], self.cards[m][p][1][rows]
-                free = (made <= 0) | ~np.isfinite(limit)[:, None]
-                least = np.maximum(least, np.where(free, value, 0.0).max(axis=1, initial=0.0))
-                value, made = np.where(free, 0.0, value), np.where(free, 1.0, made)
-                sides.append((value, made, np.where(np.isfinite(limit), limit, 0.0)))
-                bends.append(value)
+                kv_bits, limit = self.cards[m][p][0][rows], self.cards[m][p][1][rows]
+                unlimited = (kv_bits <= 0) | ~np.isfinite(limit)[:, None]
+                lower = np.maximum(lower, np.where(unlimited, value, 0.0).max(axis=1, initial=0.0))
+                value, kv_bits = np.where(unlimited, 0.0, value), np.where(unlimited, 1.0, kv_bits)
+                directions.append((value, kv_bits, np.where(np.isfinite(limit), limit, 0.0)))
+                breakpoints.append(value)
                 a, b = pairs
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    cross = value[:, a] * made[:, b] - value[:, b] * made[:, a]
-                    at = cross / (made[:, b] - made[:, a])
-                bends.append(np.where(np.isfinite(at), at, 0.0))
-            time = np.maximum(np.concatenate(bends, axis=1), least[:, None])
-            total = h * time
-            for value, made, limit in sides:
-                over = np.maximum(value[:, None, :] - time[:, :, None], 0.0) / made[:, None, :]
-                total += limit[:, None] * over.max(axis=2, initial=0.0)
-            best[rows, r] = total.min(axis=1)
+                    determinant = value[:, a] * kv_bits[:, b] - value[:, b] * kv_bits[:, a]
+                    crossing = determinant / (kv_bits[:, b] - kv_bits[:, a])
+                breakpoints.append(np.where(np.isfinite(crossing), crossing, 0.0))
+            time_prices = np.maximum(np.concatenate(breakpoints, axis=1), lower[:, None])
+            total = h * time_prices
+            for value, kv_bits, limit in directions:
+                card_prices = (
+                    np.maximum(value[:, None, :] - time_prices[:, :, None], 0.0) / kv_bits[:, None, :]
+                )
+                total += limit[:, None] * card_prices.max(axis=2, initial=0.0)
+            earned[rows, r] = total.min(axis=1)
 
     def reduced(self, m: int, duals: Duals, factor: float) -> Floats:
+        """[templates, regions]: reduced costs of a model's new columns; infinite where no copy fits."""
         price = self.program.fleet.price_usd_per_h
         node_price = price * (factor + duals.budget) + duals.nodes - duals.paid
         cost: Floats = self.uses[m] @ node_price.T - self.earnings(m, duals)
@@ -151,7 +156,7 @@ class Pricer:
         return cost
 
     def first_keys(self) -> list[ColumnKey]:
-        """Running and pinned columns, and per bucket, phase and region the best value for money."""
+        """Running and pinned columns, and the cheapest per unit of rate for each bucket, phase and region."""
         program = self.program
         keys = {count.key for count in program.running} | {pin.key for pin in program.pins}
         for m, model in enumerate(program.models):
@@ -170,24 +175,27 @@ class Pricer:
         return sorted(keys)
 
     def cheapest(self, reduced: list[Floats], limit: int, ceiling: float) -> list[ColumnKey]:
-        """Per model and region the `limit` columns of least reduced cost, none above `ceiling`."""
+        """The `limit` columns of least reduced cost for each model and region, none above `ceiling`."""
         keys = []
         for m, table in enumerate(reduced):
-            few = min(limit, len(table))
+            count = min(limit, len(table))
             for r in range(table.shape[1]):
                 column = table[:, r]
-                pick = np.argpartition(column, few - 1)[:few] if 0 < few < len(column) else range(few)
-                keys += [ColumnKey(m, int(t), r) for t in pick if column[t] <= min(ceiling, 1e300)]
+                indices = (
+                    np.argpartition(column, count - 1)[:count] if 0 < count < len(column) else range(count)
+                )
+                keys += [ColumnKey(m, int(t), r) for t in indices if column[t] <= min(ceiling, 1e300)]
         return keys
 
 
 def duals_of(rows: FlowRows, dual: Floats) -> Duals:
+    """Duals of the scaled matrix rows in units of the program."""
     node_supply = rows.program.fleet
     phase = np.zeros((2, len(rows.bins), len(node_supply.regions)))
     for (p, b, r), row in rows.phase.items():
         phase[p, b, r] = max(float(dual[row]), 0.0) / rows.scale[b] if rows.bins[b].rate_per_s > 0 else 0.0
     demand = [max(float(dual[row]), 0.0) / rows.scale[b] for b, row in enumerate(rows.demand)]
-    live = np.array([one.rate_per_s > 0 for one in rows.bins], dtype=bool)
+    active = np.array([numbered.rate_per_s > 0 for numbered in rows.bins], dtype=bool)
     nodes = np.zeros((len(node_supply.regions), len(node_supply.nodes)))
     for (r, c), row in rows.nodes.items():
         nodes[r, c] = max(-float(dual[row]), 0.0)
@@ -200,17 +208,17 @@ def duals_of(rows: FlowRows, dual: Floats) -> Duals:
     for (r, c), row in rows.paid.items():
         paid[r, c] = max(float(dual[row]), 0.0)
     limits = np.array([float(dual[row]) for row in rows.limits])
-    return Duals(phase, np.where(live, demand, 0.0), nodes, np.array(links), budget, paid, limits)
+    return Duals(phase, np.where(active, demand, 0.0), nodes, np.array(links), budget, paid, limits)
 
 
 def relax_flow(
     pricer: Pricer, deadline: Deadline, *, at_cost: bool, keys: list[ColumnKey], theta_cap: float = 1.0
 ) -> Relaxation | None:
-    """Column generation from `keys`; None when no relaxation could be solved (out of time, or no solution).
+    """Column generation from `keys`; None when no relaxation was solved (out of time, or infeasible).
 
-    Where the columns at hand keep not all rows, those come in first that lessen what they fall short by: that there
-    is no solution is known only once no column does. With a cap of 1 the maximisation of theta stops as soon as 1 is
-    reached, for its columns are then enough to start minimising cost.
+    While the columns cannot satisfy all rows, columns that reduce the violation are added; the program is infeasible
+    only when none is left. With a cap of 1 the maximisation of theta stops at 1, as its columns then suffice to start
+    minimising cost.
     """
     program = pricer.program
     factor = 1.0 + program.init_penalty if at_cost else 0.0
@@ -218,32 +226,38 @@ def relax_flow(
     rows = FlowRows(program, sorted(set(keys)), order=False)
     while not deadline.over:
         milp = rows.milp(at_cost=at_cost, theta_cap=theta_cap, priced=True)
-        answer = solve_milp(milp, time_limit_s=deadline.left_s, relax=True)
-        if lacking := answer.infeasible:
-            answer = solve_milp(_elastic(rows, milp), time_limit_s=deadline.left_s, relax=True)
-        if answer.x is None or answer.row_dual is None or not answer.finished:
+        milp_result = solve_milp(milp, time_limit_s=deadline.left_s, relax=True)
+        if is_infeasible := milp_result.infeasible:
+            milp_result = solve_milp(_elastic(rows, milp), time_limit_s=deadline.left_s, relax=True)
+        if milp_result.x is None or milp_result.row_dual is None or not milp_result.finished:
             return last_relaxation
-        duals = duals_of(rows, answer.row_dual)
-        reduced = [pricer.reduced(m, duals, 0.0 if lacking else factor) for m in range(len(program.models))]
-        short = 0.0
+        duals = duals_of(rows, milp_result.row_dual)
+        reduced = [
+            pricer.reduced(m, duals, 0.0 if is_infeasible else factor) for m in range(len(program.models))
+        ]
+        bound_correction = 0.0
         for table, most in zip(reduced, pricer.most, strict=True):
-            short += float((np.minimum(table, 0.0) * np.where(table < 0, most, 0.0)).sum())
-        theta = float(answer.x[THETA])
-        scale = max(abs(answer.objective), 1e-12)
-        fresh = set(pricer.cheapest(reduced, PER_ROUND, -TOLERANCE * scale)) - rows.new.keys()
-        if not lacking:
-            bound = answer.objective + short
+            bound_correction += float((np.minimum(table, 0.0) * np.where(table < 0, most, 0.0)).sum())
+        theta = float(milp_result.x[THETA])
+        scale = max(abs(milp_result.objective), 1e-12)
+        new_keys = (
+            set(pricer.cheapest(reduced, COLUMNS_PER_ROUND, -RELATIVE_TOLERANCE * scale)) - rows.new.keys()
+        )
+        if not is_infeasible:
+            bound = milp_result.objective + bound_correction
             last_relaxation = Relaxation(
-                sorted(rows.new), theta, answer.objective, bound, duals, reduced, not fresh
+                sorted(rows.new), theta, milp_result.objective, bound, duals, reduced, not new_keys
             )
-        if not fresh or (not lacking and not at_cost and theta_cap <= 1 and theta >= 1 - TOLERANCE):
+        if not new_keys or (
+            not is_infeasible and not at_cost and theta_cap <= 1 and theta >= 1 - RELATIVE_TOLERANCE
+        ):
             return last_relaxation
-        rows.add(sorted(fresh))
+        rows.add(sorted(new_keys))
     return last_relaxation
 
 
 def _elastic(rows: FlowRows, milp: Milp) -> Milp:
-    """The least by which demands and limits together fall short, or are exceeded."""
+    """The program that minimises the total violation of demands and limits."""
     row = np.array([*rows.demand, *rows.limits, *rows.limits], dtype=np.int64)
     value = np.ones(len(row))
     value[len(rows.demand) + len(rows.limits) :] = -1.0
@@ -260,131 +274,141 @@ def _elastic(rows: FlowRows, milp: Milp) -> Milp:
     )
 
 
-ROUNDS = 2  # Of rows at the relaxation's own prices.
-UNITS, LEAST = 3, 0.05  # Units that each row is rounded in; what copies earn at least to be one.
-SLACK = 1e-5
-"""By which E_j is rounded up: a count is whole for HiGHS within a millionth, and so may demand be met."""
+ROW_ROUNDS = 2  # Rounds of rows at the relaxation's own prices.
+MAX_ROUNDING_UNITS = 3  # Copies in whose units each row is rounded.
+MIN_UNIT_EARNINGS = 0.05  # Fraction of the demand's value that a copy must earn to be such a unit.
+ROUNDING_SLACK = 1e-5
+"""Relative amount by which E_j is rounded up: HiGHS accepts counts and demands within a millionth."""
 
 
 def with_whole_copy_rows(
     pricer: Pricer, relaxed: Relaxation, deadline: Deadline
 ) -> tuple[Pricer, Relaxation] | None:
-    """The program with rows for whole copies, and its relaxation at cost; None where there was no time.
+    """The program with rows for whole copies, and its relaxation at cost; None where time ran out.
 
     At prices w_b of prefilling and v_b of decoding a model's buckets, the rows of demand, phases and time add up to
 
-        W = sum_b (w_b + v_b) D_b  <=  sum_j E_j n_j       E_j: what a copy earns at these prices (`Pricer.earnings`)
+        W = sum_b (w_b + v_b) D_b  <=  sum_j E_j n_j       E_j: earnings of a copy at these prices (`Pricer.earnings`)
 
-    which a relaxation keeps with a tenth of a copy that earns ten times W. But n_j is whole, so this holds too:
+    which a tenth of a copy that earns ten times W satisfies. As n_j is whole, this holds too:
 
         sum_j min(E_j / W, 1) n_j >= theta                 firm demand counts whole, whatever theta is
 
-    Where one copy does not suffice, the same in units of what a copy u earns, rounded (a mixed-integer rounding):
+    Where one copy does not suffice, the same in units of the earnings of a copy u (mixed-integer rounding):
 
         sum_j (floor(a_j) + min(frac(a_j) / frac(b), 1)) n_j >= ceil(b)      a_j = E_j / E_u, b = W / E_u
 
-    which is for theta = 1: below it the right side is scaled along. Prices: each bucket's prefill, decode and both
-    alone, then those that the relaxation itself ends with. Only rows that bind are kept.
+    for theta = 1; below, the right side is scaled. Prices: each bucket's prefill, decode and both alone, then the
+    final duals of the relaxation. Only binding rows are kept.
     """
-    rows = [row for m in range(len(pricer.program.models)) for row in _alone(pricer, m)]
-    rows += _at(pricer, relaxed.duals)
-    result = _relaxed(pricer, rows, relaxed, deadline)
-    for _ in range(ROUNDS):
+    rows = [row for m in range(len(pricer.program.models)) for row in _bucket_rows(pricer, m)]
+    rows += _dual_rows(pricer, relaxed.duals)
+    result = _relax_with_rows(pricer, rows, relaxed, deadline)
+    for _ in range(ROW_ROUNDS):
         if result is None:
             return None
-        kept, best = result
-        if not (more := _at(pricer, best.duals)):
+        binding_rows, relaxation = result
+        if not (more_rows := _dual_rows(pricer, relaxation.duals)):
             break
-        again = _relaxed(pricer, [*kept, *more], best, deadline)
-        if again is None or again[1].bound <= best.bound * (1 + SLACK):
+        next_result = _relax_with_rows(pricer, [*binding_rows, *more_rows], relaxation, deadline)
+        if next_result is None or next_result[1].bound <= relaxation.bound * (1 + ROUNDING_SLACK):
             break
-        result = again
+        result = next_result
     if result is None:
         return None
     return Pricer(replace(pricer.program, limits=(*pricer.program.limits, *result[0]))), result[1]
 
 
-def _relaxed(
+def _relax_with_rows(
     pricer: Pricer, rows: list[CountLimit], previous_relaxation: Relaxation, deadline: Deadline
 ) -> tuple[list[CountLimit], Relaxation] | None:
-    """The rows that bind, and the relaxation with these alone: without the others it is the same."""
-    own = len(pricer.program.limits)
+    """(the binding ones of these rows, the relaxation with them); without the other rows its value is the same."""
+    limit_count = len(pricer.program.limits)
     program = replace(pricer.program, limits=(*pricer.program.limits, *rows))
-    again = Pricer(program)
-    relaxation = relax_flow(again, deadline, at_cost=True, keys=previous_relaxation.keys)
+    pricer_with_rows = Pricer(program)
+    relaxation = relax_flow(pricer_with_rows, deadline, at_cost=True, keys=previous_relaxation.keys)
     if relaxation is None:
         return None
-    binding = np.flatnonzero(relaxation.duals.limits[own:])
-    limits = np.concatenate([relaxation.duals.limits[:own], relaxation.duals.limits[own:][binding]])
-    kept = [rows[place] for place in binding.tolist()]
-    return kept, replace(relaxation, duals=replace(relaxation.duals, limits=limits))
+    binding = np.flatnonzero(relaxation.duals.limits[limit_count:])
+    limits = np.concatenate(
+        [relaxation.duals.limits[:limit_count], relaxation.duals.limits[limit_count:][binding]]
+    )
+    binding_rows = [rows[index] for index in binding.tolist()]
+    return binding_rows, replace(relaxation, duals=replace(relaxation.duals, limits=limits))
 
 
-def _alone(pricer: Pricer, m: int) -> Iterator[CountLimit]:
-    """Each bucket's phases alone, and both."""
+def _bucket_rows(pricer: Pricer, m: int) -> Iterator[CountLimit]:
+    """Rows at unit prices of each bucket's prefill, decode, and both."""
     buckets = len(pricer.program.models[m].buckets)
     for prices in np.eye(buckets):
         for prefill, decode in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
-            yield from _rows(pricer, m, prices * prefill, prices * decode)
+            yield from _priced_rows(pricer, m, prices * prefill, prices * decode)
 
 
-def _at(pricer: Pricer, duals: Duals) -> list[CountLimit]:
-    """Each model's phases alone and both, at the least price that any region has for them."""
+def _dual_rows(pricer: Pricer, duals: Duals) -> list[CountLimit]:
+    """Rows at the duals of each model's prefill, decode, and both; the least dual over regions."""
     count_limits = []
     for m in range(len(pricer.program.models)):
         span = slice(int(pricer.first_bin[m]), int(pricer.first_bin[m + 1]))
         prefill, decode = duals.phase[0, span].min(axis=1), duals.phase[1, span].min(axis=1)
         for w, v in ((prefill, decode), (prefill, 0 * decode), (0 * prefill, decode)):
-            count_limits += _rows(pricer, m, w, v)
+            count_limits += _priced_rows(pricer, m, w, v)
     return count_limits
 
 
-def _rows(pricer: Pricer, m: int, prefill: Floats, decode: Floats) -> list[CountLimit]:
-    """The rows at these prices; none where nothing is asked at them."""
+def _priced_rows(pricer: Pricer, m: int, prefill: Floats, decode: Floats) -> list[CountLimit]:
+    """The rows of a model at these prices of prefill and decode by bucket; empty where the demand has no value."""
     program = pricer.program
     model, regions = program.models[m], len(program.fleet.regions)
-    worth = prefill + decode
+    prices = prefill + decode
     rates = np.array([bucket.rate_per_s for bucket in model.buckets])
     firm = np.array([bucket.firm for bucket in model.buckets], bool)
-    asked = float(worth @ rates)
-    if not asked > 0:
+    demand_value = float(prices @ rates)
+    if not demand_value > 0:
         return []
     span = slice(int(pricer.first_bin[m]), int(pricer.first_bin[m + 1]))
-    # The prices are those of all regions, so that one column stands for them.
+    # The prices hold in all regions, so the duals have a single region.
     phase, demand = np.zeros((2, int(pricer.first_bin[-1]), 1)), np.zeros(int(pricer.first_bin[-1]))
-    phase[0, span], phase[1, span], demand[span] = prefill[:, None], decode[:, None], worth
-    nothing = np.zeros(0)
-    earned = pricer.earnings(m, Duals(phase, demand, nothing, nothing, 0.0, nothing, nothing))
-    earned = np.repeat(earned * ((1 + SLACK) / asked), regions, axis=1)
-    first = _limit(program, m, np.minimum(earned, 1.0), 1.0, float(worth[firm] @ rates[firm]) / asked)
-    return [first, *(_rounded(program, m, earned, unit) for unit in _units(pricer, m, earned))]
+    phase[0, span], phase[1, span], demand[span] = prefill[:, None], decode[:, None], prices
+    no_duals = np.zeros(0)
+    earned = pricer.earnings(m, Duals(phase, demand, no_duals, no_duals, 0.0, no_duals, no_duals))
+    earned = np.repeat(earned * ((1 + ROUNDING_SLACK) / demand_value), regions, axis=1)
+    single_copy_row = _count_row(
+        program, m, np.minimum(earned, 1.0), 1.0, float(prices[firm] @ rates[firm]) / demand_value
+    )
+    return [
+        single_copy_row,
+        *(_rounded_row(program, m, earned, unit) for unit in _rounding_units(pricer, m, earned)),
+    ]
 
 
-def _units(pricer: Pricer, m: int, earned: Floats) -> list[float]:
+def _rounding_units(pricer: Pricer, m: int, earned: Floats) -> list[float]:
+    """Earnings of the copies with the least cost per value, as units for mixed-integer rounding."""
     if any(bucket.firm for bucket in pricer.program.models[m].buckets):
         return []
     cost = pricer.uses[m] @ pricer.program.fleet.price_usd_per_h.T
-    able = (pricer.most[m] >= 1) & (earned > LEAST) & (earned < 1)
-    ratio = np.where(able, cost / np.maximum(earned, LEAST), np.inf).ravel()
-    order = np.argsort(ratio, kind="stable")[:UNITS]
-    return sorted({float(earned.ravel()[place]) for place in order if np.isfinite(ratio[place])})
+    usable = (pricer.most[m] >= 1) & (earned > MIN_UNIT_EARNINGS) & (earned < 1)
+    ratio = np.where(usable, cost / np.maximum(earned, MIN_UNIT_EARNINGS), np.inf).ravel()
+    order = np.argsort(ratio, kind="stable")[:MAX_ROUNDING_UNITS]
+    return sorted({float(earned.ravel()[index]) for index in order if np.isfinite(ratio[index])})
 
 
-def _rounded(program: FlowProgram, m: int, earned: Floats, unit: float) -> CountLimit:
-    """In units of so much, rounded up: what is asked for, and what is left of it after whole units."""
-    asked = (1 - SLACK) / unit
-    rest = asked - np.floor(asked)
-    whole = np.floor(earned / unit)
-    return _limit(
+def _rounded_row(program: FlowProgram, m: int, earned: Floats, unit: float) -> CountLimit:
+    """The mixed-integer rounding row in units of a copy's earnings."""
+    demand_units = (1 - ROUNDING_SLACK) / unit
+    fraction = demand_units - np.floor(demand_units)
+    whole_units = np.floor(earned / unit)
+    return _count_row(
         program,
         m,
-        whole + np.minimum((earned / unit - whole) / max(rest, SLACK), 1.0),
-        float(np.ceil(asked)),
+        whole_units + np.minimum((earned / unit - whole_units) / max(fraction, ROUNDING_SLACK), 1.0),
+        float(np.ceil(demand_units)),
         0.0,
     )
 
 
-def _limit(program: FlowProgram, m: int, table: Floats, low: float, firm: float) -> CountLimit:
+def _count_row(program: FlowProgram, m: int, table: Floats, low: float, firm: float) -> CountLimit:
+    """A limit on one model's counts, whose lower bound scales with theta but for its firm part."""
     tables: list[Floats | None] = [None] * len(program.models)
     tables[m] = table
     name = f"whole copies of {program.models[m].name}"

@@ -20,8 +20,8 @@ from potluck.plan.allocate.allocation import (
 )
 from potluck.plan.allocate.flow import FlowState, Starts, close_gap, fix_counts, offer_counts, start_vector
 from potluck.plan.allocate.highs import Clock, Deadline
-from potluck.plan.allocate.matrix import THETA, FlowRows, bins_of
-from potluck.plan.allocate.outages import guarded, solve_guarded
+from potluck.plan.allocate.matrix import THETA, FlowRows, numbered_buckets
+from potluck.plan.allocate.outages import solve_guarded, solve_with_cuts
 from potluck.plan.allocate.program import (
     ColumnCount,
     ColumnKey,
@@ -29,7 +29,7 @@ from potluck.plan.allocate.program import (
     FlowProgram,
     Ints,
     ModelColumns,
-    price_of,
+    node_price_usd_per_h,
     rent_usd_per_h,
 )
 from potluck.plan.allocate.relaxation import UNCAPPED, Pricer, Relaxation, relax_flow
@@ -62,8 +62,8 @@ def solve(
     if not 0 <= gap_target < 1:
         raise InputError("gap_target", f"must be at least 0 and below 1, is {gap_target}")
     deadline = Deadline(time_limit_s, clock)
-    program, stands = without_needless(program)
-    begin = [told_in(start, stands) for start in starts]
+    program, stands = without_dominated(program)
+    begin = [with_stand_ins(start, stands) for start in starts]
     counted = _counted(_in_order(program, ()), deadline, gap_target, begin, in_part)
     free = allocation = _routed(_in_order(program, ()), counted, deadline)
     ordered: list[int] = []
@@ -78,7 +78,7 @@ def solve(
             counted[0].lower = max(counted[0].lower, lower)
             kept = _routed(held, counted, deadline)
         allocation = kept
-    for told in simpler(program, allocation):
+    for told in cheaper_count_vectors(program, allocation):
         again = _routed(program, (counted[0], told, *counted[2:]), deadline)
         if again.shares and again.fraction >= allocation.fraction * (1 - OPTIMAL):
             allocation = again
@@ -172,7 +172,7 @@ def without_idle(
     if settled is None:
         return counts
     busy: dict[ColumnKey, float] = {}
-    for share in rows.read(settled[1])[0]:
+    for share in rows.shares_and_flows(settled[1])[0]:
         busy[share.key] = busy.get(share.key, 0.0) + share.copies
     least = {pin.key: pin.copies for pin in program.pins}
     fewer = {
@@ -227,7 +227,7 @@ def cost_of(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> tuple[floa
     running = dict(program.running)
     rent = cost = rent_usd_per_h(program, counts)
     for key, count in counts.items():
-        price = price_of(program.fleet, program.models[key.group].uses[key.template], key.region)
+        price = node_price_usd_per_h(program.fleet, program.models[key.group].uses[key.template], key.region)
         cost += program.init_penalty * price * max(0, count - running.get(key, 0))
         cost += (program.fee_usd_per_h(key) + program.copy_complexity_usd_per_h(key)) * count
     return rent, cost + program.fixed_usd_per_h(counts)
@@ -246,7 +246,7 @@ def reroute(
         # As much as can be served may go many ways: the cheapest of them.
         cheapest = fix_counts(rows, x, True, deadline, float(x[THETA]))
         x = x if cheapest is None else cheapest[1]
-    shares, flows = rows.read(x)
+    shares, flows = rows.shares_and_flows(x)
     # The solver keeps variables above their lower bound of 0 within its tolerance only.
     egress = sum(
         rows.entries.cost[variable] * max(0.0, float(x[variable])) for variable in rows.flows.values()
@@ -254,7 +254,7 @@ def reroute(
     return shares, flows, egress, max(0.0, float(x[THETA]))
 
 
-def all_served(program: FlowProgram, deadline: Deadline) -> Allocation:
+def largest_service(program: FlowProgram, deadline: Deadline) -> Allocation:
     """As much as the pinned copies, and no others, can serve of the demand."""
     counts = {pin.key: pin.copies for pin in program.pins}
     routed = reroute(program, counts, False, deadline)
@@ -263,7 +263,7 @@ def all_served(program: FlowProgram, deadline: Deadline) -> Allocation:
     return _answer(program, state, counts, False, Shortfall(theta, theta, ()), routed)
 
 
-def without_needless(program: FlowProgram) -> tuple[FlowProgram, list[Ints]]:
+def without_dominated(program: FlowProgram) -> tuple[FlowProgram, list[Ints]]:
     """The program in which needless columns may not be used, and for each model which column stands for which.
 
     Needless is a column that uses no less of any node than another and does no more of anything. Where rows speak of
@@ -285,7 +285,7 @@ def without_needless(program: FlowProgram) -> tuple[FlowProgram, list[Ints]]:
     return replace(program, models=tuple(models)), stands
 
 
-def simpler(program: FlowProgram, allocation: Allocation) -> Iterator[dict[ColumnKey, int]]:
+def cheaper_count_vectors(program: FlowProgram, allocation: Allocation) -> Iterator[dict[ColumnKey, int]]:
     """Counts with few copies of columns that serve requests whole and decode for others, the fewest first.
 
     Columns of the same nodes that do one of both do as much of it, and are simpler to run. Where rows speak of copies
@@ -322,7 +322,7 @@ def _alone(model: ModelColumns, key: ColumnKey, does: Floats, not_this: Floats) 
     return key._replace(template=int(found[0])) if len(found) else None
 
 
-def told_in(counts: Mapping[ColumnKey, int], stands: Sequence[Ints]) -> dict[ColumnKey, int]:
+def with_stand_ins(counts: Mapping[ColumnKey, int], stands: Sequence[Ints]) -> dict[ColumnKey, int]:
     """A plan with needless columns replaced by those that stand for them."""
     numbers: dict[ColumnKey, int] = {}
     for key, n in counts.items():
@@ -381,7 +381,7 @@ def largest_fraction(
     if over := overpinned(program):
         return Shortfall(0.0, 0.0, (), overpinned=over), {}
     missing = unserved(program, Pricer(program))
-    state = guarded(
+    state = solve_with_cuts(
         program,
         deadline,
         lambda flow_program, limit, best: _most(flow_program, limit, gap_target, [best, *starts]),
@@ -440,7 +440,7 @@ def unserved(program: FlowProgram, pricer: Pricer) -> tuple[str, ...]:
     regions = range(len(program.fleet.regions))
     paths = [(r, r) for r in regions] + [(link.source, link.target) for link in program.links]
     names = []
-    for one in bins_of(program):
+    for one in numbered_buckets(program):
         if one.rate_per_s <= 0:
             continue
         model = program.models[one.model]

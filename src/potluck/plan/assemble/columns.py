@@ -39,7 +39,7 @@ from potluck.plan.allocate.program import (
     LinkRow,
     ModelColumns,
     NodeSupply,
-    price_of,
+    node_price_usd_per_h,
 )
 from potluck.plan.assemble.term_rows import charges_of, with_terms
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
@@ -499,7 +499,7 @@ def _starts_usd_per_h(program: FlowProgram, allocation: Allocation) -> float:
     cost = 0.0
     for key, count in allocation.counts:
         uses = program.models[key.group].uses[key.template]
-        cost += price_of(program.fleet, uses, key.region) * max(0, count - running.get(key, 0))
+        cost += node_price_usd_per_h(program.fleet, uses, key.region) * max(0, count - running.get(key, 0))
     return program.init_penalty * cost
 
 

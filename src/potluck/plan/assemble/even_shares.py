@@ -16,7 +16,7 @@ from dataclasses import replace
 from potluck.core.values.plan import Plan, PlannedFlow, PlannedShare, Prediction
 from potluck.core.values.service import NO_TERMS
 from potluck.plan.allocate.highs import Deadline
-from potluck.plan.allocate.solve import all_served
+from potluck.plan.allocate.solve import largest_service
 from potluck.plan.assemble.columns import codecs_of, columns, plan_of, thresholds_of
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.verify import verify
@@ -85,5 +85,7 @@ def _saturated_plan(
     )
 
     return plan_of(
-        program_columns, all_served(program_columns.program, Deadline(time_limit_s, clock)), plan.strategy
+        program_columns,
+        largest_service(program_columns.program, Deadline(time_limit_s, clock)),
+        plan.strategy,
     )

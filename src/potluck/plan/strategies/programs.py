@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.values.plan import Template
+from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Role
 from potluck.plan.assemble.codecs import served_shares
 from potluck.plan.assemble.even_shares import balance_load
@@ -54,23 +54,16 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     searchable = is_searchable(problem)
     has_pool = searchable and problem.pool is not None
     make_templates_in_order(factory)
-    groups = {demand.name: factory.groups(demand, settings) if has_pool else [] for demand in problem.demands}
-    for demand in problem.demands:
-        names = {template.name for template in groups[demand.name]}
-        groups[demand.name] += [t for t in _pinned_groups(factory, demand, settings) if t.name not in names]
+    groups = {
+        demand.name: _searched_groups(factory, demand, settings, has_pool) for demand in problem.demands
+    }
     _time_pinned(factory, settings)
     single_outcomes = _single_strategy_outcomes(factory, settings, searchable)
     start_plans = settings.start_plans + tuple(
         single.plan for single in single_outcomes if single.plan.deployments
     )
-    for demand in problem.demands:
-        start_groups = {
-            t.name: t
-            for plan in start_plans
-            for t in plan.templates
-            if t.kind == "group" and t.model == demand.name
-        }
-        groups[demand.name] = list((start_groups | {t.name: t for t in groups[demand.name]}).values())
+    for model, found_groups in groups.items():
+        groups[model] = _with_groups_of(start_plans, model, found_groups)
     grow(factory, settings, _templates_without_pipelines(factory, groups))
     if single_outcomes and single_outcomes[0].allocation.found:
         # Time the pipelines that may undercut the single-node plan before solving over all columns.
@@ -119,6 +112,21 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         best_outcome,
         alternatives=tuple(other.plan for other in (outcome, *single_outcomes) if other is not best_outcome),
     )
+
+
+def _searched_groups(
+    factory: TemplateFactory, demand: ModelDemand, settings: SolveSettings, has_pool: bool
+) -> list[Template]:
+    """The groups of a written pool, and those that the pins name."""
+    groups = list(factory.groups(demand, settings)) if has_pool else []
+    names = {template.name for template in groups}
+    return groups + [t for t in _pinned_groups(factory, demand, settings) if t.name not in names]
+
+
+def _with_groups_of(plans: Sequence[Plan], model: str, groups: Sequence[Template]) -> list[Template]:
+    """A model's groups of these plans, and the given ones in place of those of the same name."""
+    planned = {t.name: t for plan in plans for t in plan.templates if t.kind == "group" and t.model == model}
+    return list((planned | {t.name: t for t in groups}).values())
 
 
 def _time_pinned(factory: TemplateFactory, settings: SolveSettings) -> None:
