@@ -251,7 +251,9 @@ def require_service(
     shortfall = outcome.allocation.shortfall
     unserved = () if shortfall is None else shortfall.unserved
     models = [
-        demand.name for demand in problem.demands if any(name.startswith(f"{demand.name}/") for name in unserved)
+        demand.name
+        for demand in problem.demands
+        if any(name.startswith(f"{demand.name}/") for name in unserved)
     ]
     if models:
         raise CapacityError("; ".join(why_not(problem, model) for model in models))
