@@ -19,5 +19,5 @@ export const WORDS = [
 [["reassign"], "a copy becomes another template's: same layouts, other roles"],
 [["replan"], "another plan, because rates, lengths, prices or nodes changed"],
 [["market"], "what nodes cost and how many can be had now"],
-[["remark"], "something operators should know and nobody acts on"],
+[["remark"], "a note for operators that triggers no action"],
 ];
