@@ -1,4 +1,4 @@
-"""CRONUS's experiment on real silicon: a high-end and a low-end share of one GPU, seven placements, real requests.
+"""CRONUS's experiment on real silicon: a high-end and a low-end share of one GPU, six placements, real requests.
 
     python benchmarks/gpu_cronus.py [--quick] [--json] [--low A10|A30] [--high-share 50] [--low-share 12]
         [--requests 1000] [--rates 0.5,0.7,0.9] [--only cronus]... [--layers 32] [--answers 1.0] [--keep FILE]
@@ -6,8 +6,8 @@
 The shape of Llama-3.1-8B with random weights, lengths of Azure's conversations, KV memory of an A100 and of an A10
 (12 %) or A30 (25 %). All requests at once give the highest throughput; then they come at fixed intervals, at shares
 of what data parallel can do: `dp` as the paper has it, by turns of 3 to 1, `learned` as our gateway does it. `busy`:
-the share of the time in which an engine made steps (of a pipeline: the sum over those that overlap). Without a GPU a
-tiny model shows that all of it works, and no speed. `--keep`: each request's times, for `gpu_fidelity --kept`.
+the share of the time in which an engine made steps. Without a GPU a tiny model shows that all of it works, and no
+speed. `--keep`: each request's times, for `gpu_fidelity --kept`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TARGETS: dict[str, tuple[str, float]] = {
     "ttft_p99_cronus_over_dp": ("<", 1.0),
     "tbt_p99_cronus_over_dp": ("<", 1.0),
 }
-ORDER = ("dp", "learned", "cronus", "extended", "low_high", "high_low", "pp")
+ORDER = ("dp", "learned", "cronus", "extended", "low_high", "high_low")
 COMPARED = ("dp", "learned", "cronus", "extended")
 WARM_UP = 24  # Requests before those that count: kernels are compiled, steps recorded.
 

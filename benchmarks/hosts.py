@@ -4,7 +4,6 @@
               up), or too little (crawls: it is sent less); an engine dies (killed) and an older release is started in
               its place (older), whose KV crosses in another format
     upgrade   every engine through `potluck upgrade`, then both gateways by successors that take their ports
-    pipeline  an engine whose stages are on three hosts loses workers, and gets them back by itself
     beside    two gateways in the place of one: how right limits of keys and affinity to caches are then
 
 Engines are mocks; all speak TLS, one engine's clock is a day behind. `wrong` counts answers that differ from those of
@@ -30,7 +29,6 @@ from live_plans import COMBO, MODEL, WHOLE, write_plans
 
 from parts.hosts_beside import beside
 from parts.hosts_load import Load, Troubles, Upkeep, within, wrong
-from parts.hosts_pipeline import pipeline
 
 OLDER: dict[str, object] = {"kv_version": 1, "version": "0.0.9"}
 FAILURES = "potluck_failures_total"
@@ -114,8 +112,8 @@ def upgrade(fleet: HostsFleet) -> None:
         raise RuntimeError(f"potluck upgrade: {done.stderr}")
 
 
-PARTS = {"troubles": troubled, "upgrade": upgraded, "pipeline": pipeline, "beside": beside}
-TARGETS = {"troubles": "wrong", "upgrade": "upgrade_failed", "pipeline": "pipeline_wrong"}
+PARTS = {"troubles": troubled, "upgrade": upgraded, "beside": beside}
+TARGETS = {"troubles": "wrong", "upgrade": "upgrade_failed"}
 
 if __name__ == "__main__":
     why_not = host_bed.missing()

@@ -114,7 +114,7 @@ def check(name: str, device: str) -> list[Row]:
     rough, _ = off_by(config, "cpu", "bfloat16", False, expected)
     rough = max(LEAST_BF16, TIMES_BF16 * rough) if rough < float("inf") else LEAST_BF16
     allowed = {"float32": ROUNDING, "bfloat16": rough}
-    can_record = recordable(config.model, 0, config.model.layer_count)
+    can_record = recordable(config.model)
     return [
         # On a CPU float32 keys lie as its own kernels want them, where recorded steps do not find them.
         Row(name, dtype, STEPS[recorded], *off_by(config, device, dtype, recorded, expected), most)
@@ -127,7 +127,7 @@ def check(name: str, device: str) -> list[Row]:
 def handed(name: str, device: str) -> list[Row]:
     """KV from one runner to another, with the steps that compute it or from a kept row; `off`: bytes that differ."""
     config, result = sample_config(name), []
-    record = recordable(config.model, 0, config.model.layer_count) and device != "cpu"
+    record = recordable(config.model) and device != "cpu"
     for recorded, kept in product((False, True) if record else (False,), (False, True)):
         sender, receiver = (
             LocalExecutor(engine, SIZE)

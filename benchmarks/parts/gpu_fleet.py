@@ -52,16 +52,18 @@ from live_fleet import Process, listening, wait_ready
 
 from papers import cronus, fleets
 
-NAMES = ("dp", "pp", "high_low", "low_high", "cronus")
 PLACEMENTS = {
-    **dict(zip(NAMES, cronus.APPROACHES, strict=True)),
+    "dp": cronus.DP,
+    "high_low": cronus.HIGH_LOW,
+    "low_high": cronus.LOW_HIGH,
+    "cronus": cronus.CRONUS,
     "learned": cronus.DP,
     "extended": cronus.CRONUS,
 }
 KEPT = ("at_s", "sent_s", "first_s", "last_s", "max_tokens", "output_tokens")
 WEIGHTS = {"high": 3, "low": 1}  # Turns of the paper's data parallel.
 HIGH, LOW, ENGINES = "high", "low", "engines.yaml"
-LOOK_S, START_S, SECRET = 0.25, 30.0, "workers of this pipeline know it"
+LOOK_S, START_S = 0.25, 30.0
 BASE = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16"}
 BASE |= {"tie_word_embeddings": False, "max_position_embeddings": 8192}
 SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"]
@@ -213,7 +215,6 @@ class ShareFleet:
         self._bed, self._daemon = made, daemon
         self.keep = ""
         self._engines: dict[tuple[str, ...], Process] = {}
-        self._workers: list[Process] = []
         self._gateway: Process | None = None
         self.url, self._sides, self._placement = "", dict[str, str](), ""
 
@@ -229,9 +230,8 @@ class ShareFleet:
                 self._gateway = None
 
     def close(self, but: Set[tuple[str, ...]] = frozenset()) -> None:
-        for process in (*(self._engines.pop(key) for key in set(self._engines) - but), *self._workers):
-            process.end()
-        self._workers = []
+        for key in set(self._engines) - but:
+            self._engines.pop(key).end()
 
     def _variables(self, side: str) -> dict[str, str]:
         return {} if self._bed.tiny else share_environment(self._bed.shares[side], self._daemon)
@@ -275,15 +275,12 @@ class ShareFleet:
         wanted: dict[tuple[str, ...], tuple[str, int]] = {}
         for template in resolved.plan.templates:
             for index, replica in enumerate(template.replicas):
-                stages = replica.layout.stages
-                side = stages[0].nodes[0].node if len(stages) == 1 else "both"
+                side = replica.layout.stages[0].nodes[0].node
                 wanted[side, *self._words(resolved, template, index)] = template.name, index
         self.close(wanted.keys())
         for side, *words in (item for item in wanted if item not in self._engines):
-            more = self._pipeline(resolved) if side == "both" else []
             log = self._bed.folder / f"engine-{placement}-{side}.log"
-            env = {} if side == "both" else self._variables(side)
-            self._engines[side, *words] = process = Process([*words, *more], log, env)
+            self._engines[side, *words] = process = Process(words, log, self._variables(side))
             process.start()
         entries, self._sides = [], {}
         for item, (name, index) in wanted.items():
@@ -312,19 +309,6 @@ class ShareFleet:
             *("--max-tokens", str(self._bed.longest_tokens), "--kv-blocks", str(blocks)),
             *("--prefix-cache-mb", "0", "--deadline-s", "3600", "--lease-s", "3600"),
         )
-
-    def _pipeline(self, resolved: ResolvedPlan) -> list[str]:
-        secret, places = self._bed.folder / "secret", []
-        secret.write_text(SECRET)
-        line = f"exec {sys.executable} -m potluck.engine.pipeline --stay < {secret}"
-        for stage in resolved.plan.templates[0].replicas[0].layout.stages:
-            side = stage.nodes[0].node
-            log = self._bed.folder / f"worker-{side}.log"
-            worker = Process(["sh", "-c", line], log, self._variables(side))
-            worker.start()
-            self._workers.append(worker)
-            places.append(f"{stage.layers}@127.0.0.1:{worker.hear()}")
-        return ["--stages", ",".join(places), "--secret-file", str(secret)]
 
     def run(self, lengths: Sequence[tuple[int, int]], rate_per_s: float = inf, seed: int = 0) -> Seen:
         """Requests and figures of them, all sent at once or at a fixed interval."""

@@ -55,7 +55,7 @@ def commands(plan: Path, spec: Path, folder: Path) -> list[list[str]]:
             SHARED,
             "vllm",
             "unit0: needs pipelines with several nodes in a stage, which vLLM does not do; plan again, with "
-            "`engine: embedded` or `limits: {max_stages: 1}`",
+            "`limits: {max_stages: 1}`",
         ),
         (
             UNLIKE,
@@ -63,7 +63,12 @@ def commands(plan: Path, spec: Path, folder: Path) -> list[list[str]]:
             "unit0: needs pipelines with unlike tensor-parallel degrees, which vLLM does not do; plan again, with "
             "`limits: {max_stages: 1}`",
         ),
-        (UNLIKE, "embedded", "unit0: needs tensor parallelism, which the embedded engine does not do"),
+        (
+            PIPELINE,
+            "embedded",
+            "unit0: needs pipelines, which the embedded engine does not do; plan again, with `engine: vllm` or "
+            "`limits: {max_stages: 1}`",
+        ),
         (PIPELINE, "openai", "unit0: needs pipelines, which a server of OpenAI's API does not do"),
     ],
 )
@@ -88,7 +93,7 @@ def test_plan_with_kv_transfer_is_refused_for_openai_servers(
 
 
 def test_simulate_and_export_accept_the_same_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan, spec = write_plan_with_layout(tmp_path, SHARED, "embedded")
+    plan, spec = write_plan_with_layout(tmp_path, PIPELINE, "vllm")
     output_of(capsys, "simulate", plan, spec, "--requests", 20)
     output_of(capsys, "export", "commands", plan, spec, "--out", tmp_path / "out")
 

@@ -24,7 +24,6 @@ from potluck.cli.up.gpus import (
     GpuSetup,
     LocalGpus,
     flags_of,
-    for_this_machine,
     gpu_of,
     maker_of,
     measured_briefly,
@@ -36,16 +35,14 @@ from potluck.cli.up.gpus import (
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all
 from potluck.cli.up.up import start_s
 from potluck.control.control_values import EngineSpec
-from potluck.control.launchers.engine_command import EngineCommands, stages_of
+from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.local_capacity import LocalGpu, find_chips
 from potluck.control.launchers.local_launcher import OWNER_MARK, LocalLauncher, engines_of
 from potluck.control.launchers.process import alive, end, marked
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.values.engine_abilities import ENGINES, refusals
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Plan
 from potluck.engine import shipped_model
-from potluck.engine.pipeline.launch import devices_of, parse_stages
 from potluck.perf.engine_limits import longest_tokens
 from potluck.perf.memory import weight_bytes
 from potluck.plan.current_problem import start_share
@@ -146,7 +143,7 @@ def test_plan_uses_exactly_the_gpus_of_the_machine(
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(large_model, "large", Counter(counts), 1.0))
     spec = load_spec(path)
-    rate_per_s, make = planned_for_all(spec, PlanChoices(10.0, here=True, single=True), lambda line: None)
+    rate_per_s, make = planned_for_all(spec, PlanChoices(10.0, here=True), lambda line: None)
     path.write_text(spec_text(large_model, "large", Counter(counts), rate_per_s))
     plan = make(load_spec(path)).plan
     assert plan.nodes == {("here", f"1x{gpu}"): count for gpu, count in counts.items()}, (
@@ -158,51 +155,19 @@ def test_plan_uses_exactly_the_gpus_of_the_machine(
     assert rate_per_s > 0.5
 
 
-def test_model_too_large_for_one_gpu_is_planned_as_a_pipeline(large_model: Path, tmp_path: Path) -> None:
-    """28 GB of weights: an A100 holds them, an L4 does not, two of these do."""
-    config = json.loads((large_model / "config.json").read_text())
-    (large_model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 64}))
-    path, counts = tmp_path / "spec.yaml", Counter({"L4": 2, "A100-40": 1})
-    path.write_text(spec_text(large_model, "large", counts, 1.0, {"ttft_ms": 8000, "tpot_ms": 400}))
-    spec = load_spec(path)
-    choices = for_this_machine(PlanChoices(10.0), spec)
-    assert choices == PlanChoices(10.0, here=True, single=False)
-    _, make = planned_for_all(spec, choices, lambda line: None)
-    plan = make(spec).plan
-    assert spec.engine == "embedded"
-    assert refusals(plan, {"large": spec.models[0].model}, ENGINES["embedded"]) == ()
-    replicas = [replica for d in plan.deployments for replica in plan.template(d.template).replicas]
-    pipelines = [replica.layout for replica in replicas if len(replica.layout.stages) > 1]
-    assert pipelines, "an L4 alone does not hold it"
-    assert all(
-        node.tp == 1 for replica in replicas for stage in replica.layout.stages for node in stage.nodes
-    )
-    chips = (_local_gpu("L4", "a"), _local_gpu("A100-SXM4-40GB", "b"), _local_gpu("L4", "c"))
-    engine_commands = maker_of(spec, chips, "cpu")
-    for layout in pipelines:
-        command = engine_commands.command(EngineSpec("large", layout, "here"), 1, 2)
-        stages = command[command.index("--stages") + 1].split(",")
-        assert [int(part.partition("x")[0]) for part in stages] == [stage.layers for stage in layout.stages]
-        assert sum(stage.layers for stage in layout.stages) == 64
-        assert int(command[command.index("--kv-blocks") + 1]) > 64
-
-
 def _local_gpu(name: str, uuid: str) -> LocalGpu:
     return LocalGpu(0, f"GPU-{uuid}", f"NVIDIA {name}", 40 * GB)
 
 
-def test_larger_gpu_of_a_pipeline_gets_more_layers(large_model: Path, tmp_path: Path) -> None:
+def test_kv_blocks_follow_the_memory_that_weights_leave(large_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(large_model, "large", Counter({"L4": 1, "A100-40": 1}), 1.0))
     flags = flags_of(load_spec(path))
-
-    def blocks(*layers: int) -> int:
-        nodes = ("1xL4", "1xA100-40")
-        stages = [Stage(n, (StageNode(node, 1),)) for n, node in zip(layers, nodes, strict=True)]
-        return int(flags(EngineSpec("large", Layout(tuple(stages)), "here"))[1])
-
-    assert blocks(8, 24) > blocks(24, 8) > 0
-    assert blocks(16, 16) > int(flags(EngineSpec("large", single("1xL4", 1, 32), "here"))[1])
+    blocks = {
+        node: int(flags(EngineSpec("large", single(node, 1, 32), "here"))[1])
+        for node in ("1xL4", "1xA100-40")
+    }
+    assert blocks["1xA100-40"] > blocks["1xL4"] > 0
 
 
 def test_model_that_fits_no_gpu_is_refused(large_model: Path, tmp_path: Path) -> None:
@@ -211,7 +176,7 @@ def test_model_that_fits_no_gpu_is_refused(large_model: Path, tmp_path: Path) ->
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(large_model, "large", Counter({"L4": 2}), 1.0))
     with pytest.raises(CapacityError, match="large"):
-        planned_for_all(load_spec(path), PlanChoices(10.0, here=True, single=True), lambda line: None)
+        planned_for_all(load_spec(path), PlanChoices(10.0, here=True), lambda line: None)
 
 
 @dataclass(frozen=True)
@@ -246,35 +211,19 @@ def test_each_engine_gets_its_own_gpu(launcher: LocalLauncher) -> None:
         assert time.monotonic() < until_s
         time.sleep(0.05)
     assert launcher.start("three", a10)["chip"] == places["one"]["chip"]
-    with pytest.raises(InputError, match="no tensor parallelism"):
+    with pytest.raises(InputError, match="needs tensor parallelism"):
         launcher.start("four", EngineSpec("m", single("2xA10", 2, 2), "here"))
 
 
-def test_each_pipeline_worker_uses_the_next_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert devices_of("cuda", 3) == ["cuda:0", "cuda:1", "cuda:0"]
-    assert devices_of("cuda:1", 2) == ["cuda:1", "cuda:1"]
-    assert devices_of("cpu", 2) == ["cpu", "cpu"]
-
-
-def _pipeline(*stages: tuple[int, str]) -> Layout:
-    return Layout(tuple(Stage(layers, (StageNode(node, 1),)) for layers, node in stages))
-
-
-def test_pipeline_gets_a_gpu_for_each_stage_in_order(launcher: LocalLauncher) -> None:
-    engine_spec = EngineSpec("m", _pipeline((3, "1xA10"), (5, "1xL4")), "here")
-    assert stages_of(engine_spec) == ("--stages", "3,5")
-    shared = Layout((Stage(3, (StageNode("1xL4", 1),)), Stage(5, (StageNode("1xA10", 1),) * 2)))
-    assert stages_of(EngineSpec("m", shared, "here")) == ("--stages", "3,5x2")
-    assert launcher.start("one", engine_spec)["chip"] == "GPU-b,GPU-a"
-    with pytest.raises(CapacityError, match="all 1 GPUs of type 1xL4"):
-        launcher.start("two", engine_spec)
-    assert launcher.start("three", EngineSpec("m", single("1xA10", 1, 2), "here"))["chip"] == "GPU-c"
+def test_gpu_engines_refuse_a_pipeline(launcher: LocalLauncher) -> None:
+    stages = tuple(Stage(layers, (StageNode(node, 1),)) for layers, node in ((3, "1xA10"), (5, "1xL4")))
+    with pytest.raises(InputError, match="needs pipelines, which the embedded engine does not do"):
+        launcher.start("one", EngineSpec("m", Layout(stages), "here"))
 
 
 @dataclass(frozen=True)
 class EnginesWithWorkers(EngineCommands):
-    """Engines with a worker in a session of its own, as those of a pipeline are."""
+    """Engines with a child process in a session of its own, as vLLM's workers are."""
 
     def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
         worker = "[sys.executable, '-c', 'import time; time.sleep(60)']"
@@ -282,8 +231,8 @@ class EnginesWithWorkers(EngineCommands):
         return [sys.executable, "-c", f"import subprocess, sys, time; {start}; time.sleep(60)"]
 
 
-def test_pipeline_workers_live_and_end_with_their_engine(tmp_path: Path) -> None:
-    """Nobody takes them for engines that were forgotten; and if their engine is killed they are."""
+def test_child_processes_live_and_end_with_their_engine(tmp_path: Path) -> None:
+    """They are not taken for engines that are missing in the state; if their engine is killed they are."""
     owner = str(tmp_path / "state.db")
     launcher = LocalLauncher(
         EnginesWithWorkers("gpu", chips=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"))),
@@ -291,10 +240,7 @@ def test_pipeline_workers_live_and_end_with_their_engine(tmp_path: Path) -> None
         owner,
         free=lambda: None,
     )
-    engine_spec = EngineSpec("m", _pipeline((3, "1xL4"), (5, "1xA10")), "here")
-    assert [stage.layers for stage in parse_stages(stages_of(engine_spec)[1])] == [3, 5], (
-        "the engine reads it so"
-    )
+    engine_spec = EngineSpec("m", single("1xL4", 1, 8), "here")
     places = {"one": launcher.start("one", engine_spec)}
     until_s = time.monotonic() + 60.0
     try:

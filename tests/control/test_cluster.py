@@ -22,7 +22,6 @@ from potluck.control.launchers.ray_actors import (
     HOST,
     PORT,
     PYTHON,
-    SECRET_FILE,
     ProcessActor,
     ask_of,
     cluster_nodes,
@@ -143,7 +142,7 @@ def test_missing_ray_or_kubeconfig_is_reported_with_a_fix(
 
 ENGINE = """
 import socket, sys
-print(open(sys.argv[3]).read(), flush=True)
+print("listens", flush=True)
 server = socket.create_server((sys.argv[1], int(sys.argv[2])))
 while True:
     visitor, _ = server.accept()
@@ -163,7 +162,7 @@ time.sleep(600)
 
 def process_actor(name: str, errand: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ProcessActor:
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    return ProcessActor(name, errand, {}, secret="s" * 20, here=lambda: ("127.0.0.1", "node-1"))
+    return ProcessActor(name, errand, {}, here=lambda: ("127.0.0.1", "node-1"))
 
 
 def wait_until(what: Callable[[], Any]) -> Any:
@@ -180,29 +179,24 @@ def test_supervised_engine_is_started_reported_and_ended(
     it = process_actor("m-1", "engine", monkeypatch, tmp_path)
     assert it.report()["state"] == "starting", "nobody has begun it"
     for _ in range(2):  # it is begun once
-        it.begin([PYTHON, "-S", "-c", ENGINE, HOST, PORT, SECRET_FILE])
+        it.begin([PYTHON, "-S", "-c", ENGINE, HOST, PORT])
     text = wait_until(lambda: (result := it.report())["state"] == "up" and result)
     assert text["address"].startswith("127.0.0.1:")
     assert text["node"] == "node-1"
-    assert (text["log"], it.report(text["log_at"])["log"]) == (b"s" * 20 + b"\n", b"")
+    assert (text["log"], it.report(text["log_at"])["log"]) == (b"listens\n", b"")
     it.stop()
     assert (
         wait_until(lambda: (outcome := it.report())["state"] == "dead" and outcome)["problem"]
         == "was asked to end"
     )
     it.forget()
-    assert list(tmp_path.rglob("m-1*")) == [], "neither its log nor its secret is left"
+    assert list(tmp_path.rglob("m-1*")) == [], "its log is removed"
 
 
-def test_supervised_worker_reports_its_port_and_a_placeholder_is_up_at_once(
+def test_reserving_actor_is_up_at_once_and_a_missing_program_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = process_actor("w", "worker", monkeypatch, tmp_path)
-    script = "import sys, time; print(4711 if sys.stdin.read() == 's' * 20 + '\\n' else 0, flush=True); time.sleep(9)"
-    worker.begin([PYTHON, "-S", "-c", script])
-    assert wait_until(lambda: worker.report()["address"]) == "127.0.0.1:4711"
-    worker.forget()
-    assert process_actor("s", "stand", monkeypatch, tmp_path).report()["state"] == "up"
+    assert process_actor("s", "reserve", monkeypatch, tmp_path).report()["state"] == "up"
     broken = process_actor("b", "engine", monkeypatch, tmp_path)
     broken.begin(["/no/such/program"])
     assert "could not be started" in broken.report()["problem"]

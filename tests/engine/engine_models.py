@@ -56,9 +56,9 @@ KINDS: dict[str, EngineModelConfig] = {
 }
 
 
-def runner(config: EngineModelConfig, first: int = 0, last: int | None = None, **size: int) -> Runner:
+def runner(config: EngineModelConfig, **size: int) -> Runner:
     values = {"rows": 20, "blocks": 1200, "max_tokens": 1024, **size}
-    return Runner(config, RandomSource(7), RunnerSize(**values), first=first, last=last)
+    return Runner(config, RandomSource(7), RunnerSize(**values))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

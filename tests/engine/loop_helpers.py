@@ -35,13 +35,16 @@ class LoopHarness:
         prefix_bytes: int = 0,
         lease_s: float = 60.0,
         executor: Executor | None = None,
+        awaits: bool = True,
     ) -> None:
         size = RunnerSize(rows, blocks, max_tokens, 512)
         self.executor = executor or LocalExecutor(Runner(config, RandomSource(7), size), size)
         limits = BatchLimits(blocks, max(budget, max_running), max_running, chunk)
         self.prefixes = PrefixCache(config, prefix_bytes, self.executor.fingerprint)
         self.said: dict[int, list[Event]] = {}
-        self.loop = EngineLoop(self.executor, limits, self._hear, prefixes=self.prefixes, lease_s=lease_s)
+        self.loop = EngineLoop(
+            self.executor, limits, self._hear, prefixes=self.prefixes, lease_s=lease_s, awaits=awaits
+        )
         self.now_s = 0.0
         self.have: dict[int, int] = {}
         self._keys = 0

@@ -133,22 +133,6 @@ def test_weights_in_several_files_with_an_index_are_read(folder: Path, tmp_path:
         one_line(tmp_path, "index.json")
 
 
-def test_pipeline_stage_reads_only_its_own_layers() -> None:
-    class Spy(RandomSource):
-        taken: list[str] = []  # noqa: RUF012
-
-        def take(self, name: str, *shape: int) -> torch.Tensor:
-            Spy.taken.append(name)
-            return RandomSource.take(self, name, *shape)
-
-    Runner(KINDS["hybrid"], Spy(1), SIZE, first=1, last=3)
-    assert {name.split(".")[2] for name in Spy.taken} == {"1", "2"}
-    Spy.taken.clear()
-    Runner(KINDS["full"], Spy(1), SIZE, first=1)
-    assert "model.embed_tokens.weight" in Spy.taken  # tied: the head is the embedding
-    assert not any("layers.0" in name for name in Spy.taken)
-
-
 def test_fingerprints_differ_between_weights_and_models(tmp_path: Path) -> None:
     config, other = KINDS["hybrid"], KINDS["full"]
     weights = ReferenceModel(config, RandomSource(1)).tensors()

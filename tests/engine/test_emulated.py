@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from executor_loop import HYBRID, PLAIN, PROMPTS, SEED, SIZE, generate, local
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_workers import HYBRID, PLAIN, PROMPTS, SECRET, SEED, SIZE, generate, local, standing
 
 from potluck.catalog import models, nodes
-from potluck.cli.engine.emulate import emulation, executor_maker, mock_model
+from potluck.cli.engine.emulate import executor_maker, mock_model
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
@@ -26,7 +25,6 @@ from potluck.engine.compute.executor import CacheExport, Executor, SequenceWork,
 from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.mock.mock_engine import lasting
 from potluck.engine.model.checkpoint import RandomSource
-from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.serve import EngineSettings, service_of
 from potluck.kv.chunks import KvChunk
 from potluck.kv.kv_codec import packed
@@ -155,7 +153,6 @@ def test_paced_executor_gives_equal_tokens_in_the_predicted_time(speed_up: float
     assert fake.now_s - begin == pytest.approx(float(timer.step_s(steps(100))[0]) / speed_up)
     paced.close(row)
     paced.check()
-    assert paced.health() == ""
     assert paced.notes()["emulated_late_steps"] == 0
 
 
@@ -206,8 +203,8 @@ def test_emulated_kv_blocks_follow_the_gpu_memory() -> None:
     blocks = emulated_blocks(LLAMA, A10, 1)
     assert 20_000 < blocks * BLOCK_TOKENS < 45_000
     assert emulated_blocks(LLAMA, nodes.node_type("H100"), 1) > 8 * blocks
-    assert emulation("A10:llama-3.1-8b").blocks() == blocks
-    assert emulation("A10,A10:llama-3.1-8b").blocks() > 3 * blocks
+    assert mock_model("A10:llama-3.1-8b").blocks() == blocks
+    assert mock_model("A10,A10:llama-3.1-8b").blocks() > 3 * blocks
 
 
 @pytest.mark.parametrize(
@@ -219,13 +216,11 @@ def test_emulated_kv_blocks_follow_the_gpu_memory() -> None:
 )
 def test_invalid_emulations_are_refused(text: str) -> None:
     with pytest.raises(InputError):
-        emulation(text)
+        mock_model(text)
 
 
-def made(**flags: object) -> Executor:
-    none = dict.fromkeys(("emulate", "stages", "secret_file", "random_weights", "threads", "kv_blocks"))
-    make = executor_maker({**none, "speed_up": 1.0, **flags}, Path())
-    return make(PLAIN, RandomSource(SEED), SIZE, "cpu")
+def made(emulate: str | None = None, kv_blocks: int | None = None) -> Executor:
+    return executor_maker(emulate, 1.0, kv_blocks)(PLAIN, RandomSource(SEED), SIZE, "cpu")
 
 
 def test_serve_options_select_the_executor(tmp_path: Path) -> None:
@@ -252,52 +247,11 @@ def test_emulated_engine_in_one_process_has_the_pace_of_its_pipeline() -> None:
     assert executor.pacer.due_s - executor.pacer._start_s == pytest.approx(predicted_s)
     alone_s = float(roofline(LLAMA, A10, 1).step_s(steps_of(works))[0])
     assert predicted_s != pytest.approx(alone_s, rel=0.05)
-    with pytest.raises(InputError, match="one process, not 2 stages"):
-        made(emulate=text, stages="1,2")
-
-
-def test_invalid_secret_file_is_refused(tmp_path: Path) -> None:
-    short = tmp_path / "secret"
-    short.write_text("short\n")
-    for file, says in (
-        (None, "is needed"),
-        (short, "at least 16 bytes"),
-        (tmp_path / "none", "cannot be read"),
-    ):
-        with pytest.raises(InputError, match=says):
-            made(stages="1,2@127.0.0.1:9", secret_file=file)
 
 
 def test_emulation_speed_up_must_be_positive() -> None:
     for speed_up in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="speed"):
-            emulation("A10:llama-3.1-8b", speed_up)
+            mock_model("A10:llama-3.1-8b", speed_up)
         with pytest.raises(InputError, match="speed"):
             StepPacer(Fixed(), speed_up)
-
-
-def test_emulated_pipeline_assigns_layers_and_weights_by_gpu() -> None:
-    """Each worker acts as its GPU with its share of layers, and gets requests by its speed."""
-    like = emulation("A10,L4+A10:llama-3.1-8b", speed_up=50.0)
-    first, second = like.stages(parse_stages("1,2x2"))
-    slow, fast = second.places
-    assert first.places[0].emulate is not None
-    assert slow.emulate is not None
-    assert fast.emulate is not None
-    assert (first.places[0].emulate.first, first.places[0].emulate.last) == (0, 10)
-    assert (slow.emulate.first, slow.emulate.last) == (10, 32)
-    assert first.places[0].emulate.hop_s == 0 < slow.emulate.hop_s
-    assert 1.2 < fast.weight / slow.weight < 3
-    with pytest.raises(InputError, match="names 2 stages"):
-        like.stages(parse_stages("1,1,1"))
-    with pytest.raises(InputError, match="only a pipeline"):
-        like.pace(local(PLAIN))
-    addresses = iter(standing(3))
-    placed = [
-        replace(stage, places=tuple(replace(place, address=next(addresses)) for place in stage.places))
-        for stage in (first, second)
-    ]
-
-    executor = launch(PLAIN, placed, SIZE, seed=SEED, secret=SECRET)
-    assert generate(executor, count=2) == generate(local(PLAIN), count=2)
-    executor.shutdown()

@@ -33,7 +33,6 @@ from potluck.engine.numbers.exact import (
     sigmoid,
     silu,
     softplus,
-    together,
 )
 
 LENGTH = 600  # Beyond the places (256, 384, 512) where sums over the context are cut.
@@ -288,10 +287,3 @@ def test_padded_rows_do_not_change_products(way: exact.RowPadding, rows: int) ->
 
 def test_gpu_device_is_reported_as_not_exact() -> None:
     assert exactness(torch.device("cuda"), torch.float32) == Exactness(False, "plain")
-
-
-def test_pipeline_exactness_is_that_of_all_its_workers() -> None:
-    yes, no = Exactness(True, "plain"), Exactness(False, "plain")
-    assert together([yes, yes]) == yes
-    assert together([yes, no]) == no
-    assert together([yes, Exactness(True, "pairs")]) == Exactness(True, "pairs+plain")

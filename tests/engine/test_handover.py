@@ -39,7 +39,7 @@ TOKENS = prompt(LENGTH)
 
 
 def chunks(engine: Runner, row: int, start: int, stop: int) -> list[KvChunk]:
-    layers = range(engine.stack.first, engine.stack.last)
+    layers = range(engine.config.model.layer_count)
     result = [chunk for layer in layers for chunk in pack(engine, row, layer, start, stop)]
     return [replace(chunk, data=bytes(chunk.data)) for chunk in result]
 
@@ -98,22 +98,6 @@ def test_only_tokens_missing_at_the_receiver_are_transferred(kind: str) -> None:
         assert (
             entries == {"kv": 141, "latent": 141, "conv": 0, "memory": 0}[chunk.part] or entries == WINDOW - 1
         )
-
-
-def test_pipeline_stages_transfer_their_own_layers() -> None:
-    config = KINDS["hybrid"]
-    expected, _ = whole(runner(config))
-    ranges = [(0, 1), (1, 4)]
-    senders = [runner(config, *item) for item in ranges]
-    receivers = [runner(config, *item) for item in ranges]
-    rows = [opened(stage, LENGTH) for stage in senders]
-    hidden = senders[0].step([SequenceWork(rows[0], 0, TOKENS[:77])])
-    senders[1].step([SequenceWork(rows[1], 0, TOKENS[:77])], hidden)
-    for sender, receiver, row in zip(senders, receivers, rows, strict=True):
-        arrive(receiver, receiver.tables.open(), manifest(sender, TOKENS, 0, 77), chunks(sender, row, 0, 77))
-        receiver.tables.grow(0, LENGTH)
-    hidden = receivers[0].step([SequenceWork(0, 77, TOKENS[77:])])
-    assert same(receivers[1].step([SequenceWork(0, 77, TOKENS[77:])], hidden), expected[-1:])
 
 
 def broken(cargo: list[KvChunk]) -> dict[str, list[KvChunk]]:
@@ -237,7 +221,7 @@ def test_row_transferred_step_by_step_continues_exactly(kind: str) -> None:
     left = []
     for start, stop in ((0, 100), (100, 101), (101, 230), (230, 290)):
         run_to(sender, source, tokens, start, stop)
-        for layer in range(sender.stack.first, sender.stack.last):
+        for layer in range(sender.config.model.layer_count):
             left += [replace(p, data=bytes(p.data)) for p in pack(sender, source, layer, start, stop, 290)]
     assert {(p.layer, p.part) for p in left} == set(ranges(KINDS[kind].model, 0, 290))
     for chunk in reversed(left):

@@ -10,7 +10,7 @@ from loop_helpers import KINDS, VOCAB, alone, carry, harness, manifest, prompt
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import SampledToken, Sampling
-from potluck.engine.compute.executor import SequenceWork, StepInputs, TokenDraw, WorkerLost
+from potluck.engine.compute.executor import SequenceWork, StepInputs, TokenDraw
 from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.loop import engine_loop
 from potluck.engine.loop.jobs import Job, JobEnded
@@ -237,7 +237,7 @@ def test_unclaimed_prefill_segment_ends_with_its_lease() -> None:
         engine.loop.attach(key, 0, engine.now_s)
 
 
-def test_lost_worker_fails_only_its_own_requests() -> None:
+def test_failed_step_ends_its_requests_and_later_ones_are_served() -> None:
     engine = harness("full")
     keys = [engine.submit(prompt(20, n), 10) for n in range(3)]
     engine.turn()
@@ -245,21 +245,24 @@ def test_lost_worker_fails_only_its_own_requests() -> None:
 
     def broken(step: StepInputs) -> Callable[[], list[SampledToken]]:
         if len(step.works) == 3:
-            raise WorkerLost([step.works[1].row], "worker 1 is gone")
+            raise RuntimeError("out of memory")
         return begin(step)
 
     engine.executor.begin = broken  # type: ignore[method-assign]
     engine.run()
-    assert [engine.end(key).reason for key in keys] == ["length", "error", "length"]
-    assert engine.end(keys[1]).problem == "worker 1 is gone"
-    assert engine.tokens(keys[2]) == alone("full", 20, 10, 2)
+    assert [(engine.end(key).reason, engine.end(key).problem) for key in keys] == [
+        ("error", "out of memory")
+    ] * 3
+    assert engine.loop.counters.failures == 3
+    assert engine.answer(prompt(20, 2), 10) == alone("full", 20, 10, 2)
+    engine.loop.check()
 
 
 def test_prefix_that_cannot_be_exported_is_not_kept() -> None:
     engine = harness("full", prefix_bytes=1_000_000)
 
     def gone(*_: object) -> object:
-        raise WorkerLost([], "worker 1 is gone")
+        raise CapacityError("no memory to read it out")
 
     engine.executor.export = engine.executor.exports = gone  # type: ignore[method-assign, assignment]
     assert engine.answer(prompt(LENGTH), OUTPUT) == alone("full", LENGTH, OUTPUT)
@@ -269,7 +272,7 @@ def test_prefix_that_cannot_be_exported_is_not_kept() -> None:
     engine.run()
     engine.loop.attach(key, 0, engine.now_s)
     end = engine.end(key)
-    assert (end.reason, end.problem, end.again) == ("error", "worker 1 is gone", True)
+    assert (end.reason, end.problem, end.again) == ("error", "no memory to read it out", True)
     engine.loop.check()
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession, web
+from executor_loop import PLAIN, local
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_workers import PLAIN, local
 from test_emulated import FakeTime
 
 from potluck.catalog import models, nodes

@@ -499,10 +499,10 @@ def test_mock_kv_transfer_starts_while_both_engines_compute() -> None:
     tokens = prompt_handover(100)
     source = sender.submit(tokens, stop=len(tokens) - 1)
     sender.turn()
-    assert sender.loop.microbatches.under_way
+    assert sender.loop.has_step_under_way
     busy = receiver.submit(prompt_handover(40), 8)
     receiver.turn()
-    assert receiver.loop.microbatches.under_way
+    assert receiver.loop.has_step_under_way
     target = receiver.submit(tokens, 4, start=len(tokens) - 1)
     about = sender.loop.attach(source, receiver.have[target], sender.now_s)
     assert receiver.loop.expect(target, about) is not None

@@ -242,8 +242,8 @@ def test_mock_engine_does_not_import_torch() -> None:
     [
         (["--mock"], "--mock: needs --emulate"),
         (
-            ["--mock", "--emulate", "A100:llama-3.1-8b", "--stages", "2,4"],
-            "--stages: is not for mock engines",
+            ["--mock", "--emulate", "A100:llama-3.1-8b", "--threads", "2"],
+            "--threads: is not for mock engines",
         ),
         (["--mock", "--emulate", "A100:llama-3.1-8b", "--count", "0"], "--count: must be 1 to 256, is 0"),
         (["--mock", "--emulate", "T4:llama-3.1-8b"], "does not fit"),

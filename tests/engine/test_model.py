@@ -66,53 +66,6 @@ def test_trained_model_gives_equal_logits_in_the_engine(tmp_path: Path) -> None:
     torch.testing.assert_close(completed, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("cuts", [(1, 2, 3), (2,), (1, 3), (3,)])
-def test_pipeline_stages_give_the_logits_of_the_whole_model(cuts: tuple[int, ...]) -> None:
-    """1 to 4 stages with uneven layers; each stage numbers its rows as it likes."""
-    config = KINDS["hybrid"]
-    tokens = [prompt(40, seed) for seed in range(3)]
-    whole = runner(config)
-    rows = [opened(whole, 60) for _ in tokens]
-    stages = [runner(config, first, last) for first, last in zip((0, *cuts), (*cuts, 4), strict=True)]
-    places = []
-    for number, stage in enumerate(stages):
-        skipped = [opened(stage, 1) for _ in range(number)]
-        result = [opened(stage, 60) for _ in tokens]
-        places.append(result[::-1] if number % 2 else result)
-        for row in skipped:
-            stage.tables.close(row)
-    for start, stop in ((0, 17), (17, 18), (18, 40)):
-        chunks = [
-            token[start:stop] if index else token[start : start + 1] for index, token in enumerate(tokens)
-        ]
-        if start:
-            chunks, these = chunks[1:], [1, 2]
-        else:
-            these = [0, 1, 2]
-        works = [SequenceWork(rows[i], start, chunk) for i, chunk in zip(these, chunks, strict=True)]
-        expected, hidden = whole.step(works), None
-        for stage, place in zip(stages, places, strict=True):
-            staged = [SequenceWork(place[i], start, chunk) for i, chunk in zip(these, chunks, strict=True)]
-            hidden = stage.step(staged, hidden)
-        assert hidden is not None
-        assert same(hidden, expected)
-
-
-def test_stage_without_valid_input_or_layer_range_is_refused() -> None:
-    config = KINDS["full"]
-    late = runner(config, 1)
-    row = opened(late, 4)
-    for hidden in (None, torch.zeros(3, 64), torch.zeros(4, 32)):
-        with pytest.raises(PotluckError, match="^hidden"):
-            late.step([SequenceWork(row, 0, [1, 2, 3, 4])], hidden)
-    for first, last in ((0, 3), (1, 1), (-1, 1)):
-        with pytest.raises(PotluckError, match="^layers"):
-            runner(config, first, last)
-    whole = runner(config)
-    with pytest.raises(PotluckError, match="^hidden"):
-        whole.step([SequenceWork(opened(whole, 1), 0, [1])], torch.zeros(1, 64))
-
-
 def test_reused_row_keeps_no_state() -> None:
     engine = runner(KINDS["hybrid"], rows=1)
     expected = run(engine, opened(engine, 90), TOKENS, [90])
@@ -155,20 +108,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokens_of(length: int) -> list[int]:
     return [token % 96 for token in prompt(length)]
-
-
-def test_stages_read_from_a_checkpoint_give_equal_logits(folder: Path) -> None:
-    config, whole = load(folder, max_tokens=64)
-    size = RunnerSize(rows=2, blocks=16, max_tokens=64)
-    first, last = (
-        Runner(config, SafetensorsSource(folder), size, first=begin, last=end)
-        for begin, end in ((0, 2), (2, 3))
-    )
-    tokens = tokens_of(30)
-    expected = run(whole, opened(whole, 30), tokens, [30])
-    rows = [opened(item, 30) for item in (first, last)]
-    states = first.step([SequenceWork(rows[0], 0, tokens, "all")])
-    assert same(last.step([SequenceWork(rows[1], 0, tokens, "all")], states), expected)
 
 
 def test_context_limit_ends_where_rope_scaling_changes(folder: Path, tmp_path: Path) -> None:

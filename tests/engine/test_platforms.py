@@ -6,7 +6,6 @@ import asyncio
 import os
 import platform
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from engine_models import KINDS
 from potluck.core.errors import CapacityError
 from potluck.engine.compute.executor import RunnerSize
 from potluck.engine.numbers.kernels import products
-from potluck.engine.pipeline import pipeline_connection
 from potluck.engine.serve import _must_fit, _on_signals
 
 FAR_TOO_MANY = RunnerSize(8, 10**9, 1024)
@@ -56,19 +54,6 @@ def test_engine_ends_by_signal_where_event_loops_have_no_signal_handlers(
 
     asyncio.run(scenario())
     assert set(handlers) == {signal.SIGINT, signal.SIGTERM}
-
-
-@pytest.mark.parametrize("missing", [["TCP_KEEPIDLE"], ["TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"]])
-def test_connections_without_keepalive_options_are_accepted(
-    missing: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in missing:
-        monkeypatch.delattr(socket, name)
-    monkeypatch.setattr(socket, "TCP_KEEPALIVE", 4, raising=False)  # a Mac's name; the number is Linux's
-    with socket.socket() as connection:
-        pipeline_connection._keep_alive(connection)
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert connection.getsockopt(socket.IPPROTO_TCP, 4) == 10
 
 
 @pytest.mark.parametrize(

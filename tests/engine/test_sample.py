@@ -12,11 +12,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from potluck.core.errors import FormatError, InputError
+from potluck.core.errors import InputError
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.logit_edits import LogitEdit, LogitEdits
 from potluck.engine.compute.sample import FIRST_LOOK, chance, sample
-from potluck.engine.pipeline.pipeline_messages import EditSize, edit_bytes, read_edits
 
 
 def rows(count: int, vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
@@ -264,7 +263,7 @@ def test_penalties_and_biases_equal_the_formula(
 def test_logit_edits_depend_only_on_prompt_and_output(
     way: Sampling, prompt: list[int], output: list[int], data: st.DataObject
 ) -> None:
-    """Whoever goes on behind tokens that another has streamed changes the same; so does who gets it over a wire."""
+    """A request continued behind tokens that another engine streamed has the same edits."""
     whole = LogitEdits(way, prompt, 0, None)
     for token in output:
         whole.drew((token,))
@@ -273,16 +272,6 @@ def test_logit_edits_depend_only_on_prompt_and_output(
     later.drew(output[cut:])
     right = changes(whole.next())
     assert changes(later.next()) == right
-    edit = LogitEdit(
-        *[getattr(later.next(), name) for name in ("tokens", "bias", "repetition", "penalty")], b"abc"
-    )
-    sizes = [EditSize(1, len(edit.tokens), 3)]
-    none, sent = read_edits(sizes, 2, memoryview(edit_bytes(edit)))
-    assert none is None
-    assert sent is not None
-    assert (changes(sent), sent.allowed) == (right, b"abc")
-    with pytest.raises(FormatError):
-        read_edits(sizes, 2, memoryview(edit_bytes(edit) + b"x"))
 
 
 def changes(edit: LogitEdit) -> set[tuple[float, ...]]:

@@ -324,8 +324,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--device", "banana"], "--device"),
         (["--kv-blocks", "1000000000000"], "lower --kv-blocks"),
         (["--token-budget", "3"], "--token-budget"),
-        (["--stages", "1,9"], "stages"),
-        (["--stages", "1,1@127.0.0.1:9"], "--secret-file"),
         (["--emulate", "A10"], "emulate"),
         (["--emulate", "A10:llama-3.1-70b"], "does not fit"),
         (["--api-key-file", "nowhere"], "--api-key-file"),

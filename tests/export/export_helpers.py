@@ -1,4 +1,4 @@
-"""Plans made by hand: two engines of unlike size on one machine, pipelines over two and three, machines by name."""
+"""Plans made by hand: two engines of unlike size on one machine, single GPUs, a pipeline over two machines."""
 
 from __future__ import annotations
 
@@ -40,17 +40,13 @@ COMBO = template(
     PlannedReplica("decode", single("1xL4", 1, 32)),
     PlannedReplica("decode", single("1xL4", 1, 32)),
 )
-PIPELINE = template(
-    "pipeline",
-    "pipeline",
+SINGLES = template(
+    "singles",
+    "homogeneous",
     "documents",
-    {"1xA10G": 1, "1xL4": 2},
-    PlannedReplica(
-        "mixed",
-        Layout(
-            (Stage(20, (StageNode("1xA10G", 1),)), Stage(12, (StageNode("1xL4", 1), StageNode("1xL4", 1))))
-        ),
-    ),
+    {"1xL4": 2},
+    PlannedReplica("mixed", single("1xL4", 1, 32)),
+    PlannedReplica("mixed", single("1xL4", 1, 32)),
 )
 RANKS = template(
     "ranks",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from export_helpers import COMBO, FOLDERS, PIPELINE, RANKS, fleet, plan, runner, template, wording
+from export_helpers import COMBO, FOLDERS, RANKS, SINGLES, fleet, plan, runner, template, wording
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,7 +99,7 @@ def words_of(files: dict[str, str]) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("style", "deployed", "count"), [("vllm", COMBO, 8), ("vllm", RANKS, 4), ("embedded", PIPELINE, 8)]
+    ("style", "deployed", "count"), [("vllm", COMBO, 8), ("vllm", RANKS, 4), ("embedded", SINGLES, 4)]
 )
 def test_exported_commands_are_accepted_by_the_engines(style: Any, deployed: Any, count: int) -> None:
     commands = words_of(shell.files(fleet((deployed, "us-east-1", 2)), wording(style), {}))
@@ -121,15 +121,6 @@ def test_exported_gateway_has_the_model_tokenizers(tmp_path: Path) -> None:
         skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), SKY),
     ):
         assert any("--files=chat=/models/chat" in text for text in files.values())
-
-
-def test_exported_pipeline_lists_all_its_workers() -> None:
-    files = shell.files(
-        fleet((PIPELINE, "us-east-1", 1)), wording("embedded"), {"documents-0-us-east-1-0-box1": "10.0.0.7"}
-    )
-    (stages,) = [words[words.index("--stages") + 1] for words in words_of(files) if "--stages" in words]
-    a, c = (f"documents-0-us-east-1-0-box{number}:7100" for number in (0, 2))
-    assert stages == f"20@{a},12@10.0.0.7:7100+{c}"
 
 
 def test_exported_vllm_pipeline_has_a_process_per_stage() -> None:
@@ -174,8 +165,8 @@ def test_exported_roster_is_read_by_the_gateway(tmp_path: Path) -> None:
     assert len({entry.url for entry in entries}) == 8
 
 
-def manifest_objects(placed_plan: PlacedPlan, style: Any = "vllm") -> list[dict[str, Any]]:
-    files = manifests.files(placed_plan, wording(style), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
+def manifest_objects(placed_plan: PlacedPlan) -> list[dict[str, Any]]:
+    files = manifests.files(placed_plan, wording(), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
     plain = {name: text for name, text in files.items() if name.startswith("plain/")}
     return [item for text in plain.values() for item in yaml.safe_load_all(text)]
 
@@ -196,38 +187,23 @@ def test_exported_manifests_are_valid_kubernetes_objects() -> None:
     assert not any("secret" in json.dumps(entry).lower() for entry in result if entry["kind"] == "ConfigMap")
 
 
-@pytest.mark.parametrize(
-    ("style", "deployed", "option"), [("vllm", RANKS, "--master"), ("embedded", PIPELINE, "--stages")]
-)
-def test_exported_pipeline_is_stateful_sets_with_their_addresses(
-    style: Any, deployed: Any, option: str
-) -> None:
+def test_a_pipeline_over_machines_is_sets_of_pods_that_address_each_other() -> None:
     validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     ).validate
-    result = manifest_objects(fleet((deployed, "us-east-1", 2)), style)
+    result = manifest_objects(fleet((RANKS, "us-east-1", 2)))
     for item in result:
         validate(item, "1.33", strict=True)
     sets = [item for item in result if item["kind"] == "StatefulSet"]
     name = "documents-0-us-east-1-0"
-    ranks = len(deployed.replicas[0].layout.node_counts) if style == "vllm" else 3
-    assert [item["metadata"]["name"] for item in sets] == [
-        name,
-        *(f"{name}-r{rank}" for rank in range(1, ranks)),
-    ]
+    assert [item["metadata"]["name"] for item in sets] == [name, f"{name}-r1"]
     assert {(item["spec"]["replicas"], item["spec"]["serviceName"]) for item in sets} == {(2, name)}
     pods = [item["spec"]["template"] for item in sets]
     gpus = [pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] for pod in pods]
-    assert gpus == ["A10G", "L4", "L4"][:ranks]
-    (engine,) = [item for item in pods[0]["spec"]["containers"] if item["name"] == "engine"]
-    words = engine["command"]
-    own = f"{name}-$(POD_INDEX).{name}.potluck.svc:7100"
-    others = [f"{name}-r{rank}-$(POD_INDEX).{name}.potluck.svc:7100" for rank in (1, 2)]
-    expected = "$(POD_IP):7100" if style == "vllm" else f"20@{own},12@{'+'.join(others)}"
-    assert words[words.index(option) + 1] == expected
-    if style == "vllm":
-        (rank,) = pods[1]["spec"]["containers"]
-        assert rank["command"][rank["command"].index(option) + 1] == own
+    assert gpus == ["A10G", "L4"]
+    (engine,), (rank,) = (pod["spec"]["containers"] for pod in pods)
+    masters = [words[words.index("--master") + 1] for words in (engine["command"], rank["command"])]
+    assert masters == ["$(POD_IP):7100", f"{name}-$(POD_INDEX).{name}.potluck.svc:7100"]
     assert "POD_INDEX" in [variable["name"] for variable in engine["env"]]
 
 
@@ -255,11 +231,11 @@ def test_exported_compose_services_have_their_gpus() -> None:
         if name != "gateway"
     ]
     assert gpus == [["0", "1"], ["2", "3"]]
-    assert data["secrets"] == {"engine.key": {"file": "./engine.key"}}  # no pipeline, no secret of one
+    assert data["secrets"] == {"engine.key": {"file": "./engine.key"}}
     assert "./traces/a.csv:/srv/traces/a.csv:ro" in data["services"]["gateway"]["volumes"]
-    piped = compose.files(fleet((PIPELINE, "us-east-1", 1)), wording("embedded"), {}, IMAGES, [])
-    data = yaml.safe_load(piped["compose-documents-0-us-east-1-0-box1.yaml"])
-    assert data["secrets"] == {"pipeline.secret": {"file": "./pipeline.secret"}}
+    ranks = compose.files(fleet((RANKS, "us-east-1", 1)), wording(), {}, IMAGES, [])
+    data = yaml.safe_load(ranks["compose-documents-0-us-east-1-0-box1.yaml"])
+    assert data["secrets"] == {}, "only the first rank serves HTTP"
     assert all(
         "/models/documents:/models/documents:ro" in datum["volumes"] for datum in data["services"].values()
     )

@@ -109,14 +109,18 @@ def pipeline(*stages: tuple[tuple[str, int], ...]) -> Layout:
         (single("4xL4", 4, 32), {"embedded": ["most_tensor"]}),
         (single("4xL4", 4, 32, "tp"), {"embedded": ["most_tensor", "experts"]}),
         (single("4xL4", 4, 32, "dp"), {"vllm": ["experts"], "embedded": ["most_tensor", "experts"]}),
-        (pipeline((("1xL4", 1),), (("1xA10G", 1),)), {"openai": ["pipelines"]}),
+        (pipeline((("1xL4", 1),), (("1xA10G", 1),)), {"embedded": ["pipelines"], "openai": ["pipelines"]}),
         (
             pipeline((("1xL4", 1),), (("1xA10G", 1), ("1xA10G", 1))),
-            {"vllm": ["shared_stages"], "openai": ["pipelines", "shared_stages"]},
+            {
+                "vllm": ["shared_stages"],
+                "embedded": ["pipelines", "shared_stages"],
+                "openai": ["pipelines", "shared_stages"],
+            },
         ),
         (
             pipeline((("1xL4", 1),), (("2xL4", 2),)),
-            {"vllm": ["unlike_degrees"], "embedded": ["most_tensor"], "openai": ["pipelines"]},
+            {"vllm": ["unlike_degrees"], "embedded": ["pipelines", "most_tensor"], "openai": ["pipelines"]},
         ),
     ],
 )
@@ -226,7 +230,7 @@ def test_realistic_example_is_planned_for_each_engine(engine: EngineName) -> Non
     _, plan = _realistic(engine)
     layouts = [replica.layout for template in plan.templates for replica in template.replicas]
     if engine == "embedded":
-        assert all(node.tp == 1 for layout in layouts for stage in layout.stages for node in stage.nodes)
+        assert all(len(layout.stages) == 1 and layout.stages[0].nodes[0].tp == 1 for layout in layouts)
     elif engine == "openai":
         assert {replica.role for template in plan.templates for replica in template.replicas} == {"mixed"}
         assert all(len(layout.stages) == 1 for layout in layouts)
@@ -241,7 +245,7 @@ def test_realistic_example_is_planned_for_each_engine(engine: EngineName) -> Non
     ("engine", "words"),
     [
         ("embedded", "as the embedded engine runs it; `engine: vllm` shards it over the GPUs of a node"),
-        ("openai", "fit on no node on offer, as a server of OpenAI's API runs it; `engine: vllm` or"),
+        ("openai", "fit on no node on offer, as a server of OpenAI's API runs it; `engine: vllm` has"),
     ],
 )
 def test_unservable_reason_names_the_engine_when_a_model_fits_nowhere(engine: EngineName, words: str) -> None:

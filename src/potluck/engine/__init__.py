@@ -6,7 +6,6 @@ Its packages, in the order in which to read them:
     numbers/    products, and why cutting the work changes no bit (`exact.py`); `kernels/`: inner loops on a CPU
     memory/     paged caches, who holds which block, chunks to hand on, prefixes that are kept, pinned memory
     compute/    one step: laid out, computed, tokens drawn; `executor.py`: the same as the loop sees it
-    pipeline/   the same over several processes
     mock/       the same without computing
     loop/       jobs come in, steps are made of them, tokens go out; one thread
     server/     HTTP

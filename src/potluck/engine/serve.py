@@ -90,7 +90,7 @@ class EngineSettings:
 
 
 MakeExecutor = Callable[[EngineModelConfig, "WeightSource", RunnerSize, str], Executor]
-"""Other executors (a pipeline, an emulated GPU) are put in here."""
+"""A maker of other executors, such as one at the pace of an emulated GPU."""
 
 
 def local_executor(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,8 @@ from potluck.export.placement import (
     yaml_text,
 )
 
-SECRETS = ("engine.key", "pipeline.secret")
+SECRET = "engine.key"
+MOUNTED_SECRET = {"source": SECRET, "target": f"/etc/potluck/{SECRET}"}
 SHARED_MEMORY = "8gb"
 """Of a container that does not have the machine's own: workers of one engine speak through it."""
 
@@ -67,11 +67,11 @@ def files(
 
 
 def _text(machine: RentedMachine, services: dict[str, Any], options: ComposeOptions) -> str:
-    used = {item["source"] for service in services.values() for item in service.get("secrets", ())}
+    used = any(service.get("secrets") for service in services.values())
     data = {
         "name": "potluck",
         "services": services,
-        "secrets": {name: {"file": f"./{name}"} for name in SECRETS if name in used},
+        "secrets": {SECRET: {"file": f"./{SECRET}"}} if used else {},
     }
     images = dict.fromkeys((options.image, options.engine_image))
     where = f"{machine.name}: {machine.node.name} in {machine.region}"
@@ -126,20 +126,11 @@ def _models(folders: Iterable[str]) -> list[str]:
     return [f"{folder}:{folder}:ro" for folder in sorted(set(folders))]
 
 
-def _secrets(*names: str) -> list[dict[str, str]]:
-    return [{"source": name, "target": f"/etc/potluck/{name}"} for name in names]
-
-
 def _service(
     process: ExportedProcess, command_options: CommandOptions, image: str, host: str
 ) -> dict[str, Any]:
     """Compose puts `command` behind an image's own entry point, which is vLLM's: both are written."""
-    placement = process.placement
-    words: Sequence[str] = process.words
-    if process.reads_secret:
-        words = ("sh", "-c", f"exec {shlex.join(words)} < {command_options.secret_file}")
-    own_secret = process.part == "worker" or "--secret-file" in process.words
-    secrets = (*(SECRETS[:1] if process.part == "engine" else ()), *(SECRETS[1:] if own_secret else ()))
+    placement, words = process.placement, process.words
     service: dict[str, Any] = {
         "image": image,
         "entrypoint": [words[0]],
@@ -150,7 +141,7 @@ def _service(
         "restart": "unless-stopped",
         "stop_grace_period": "120s",
         "volumes": _models([command_options.folders[placement.model]]),
-        **({"secrets": _secrets(*secrets)} if secrets else {}),
+        **({"secrets": [MOUNTED_SECRET]} if process.part == "engine" else {}),
     }
     if process.part == "engine":
         service["healthcheck"] = _health(f"http://{host}:{placement.port}/health", "30m")
@@ -190,7 +181,7 @@ def _gateway(
         "restart": "unless-stopped",
         "stop_grace_period": "120s",
         "volumes": [f"./{name}:/srv/{name}:ro" for name in files] + _models(command_options.folders.values()),
-        "secrets": _secrets("engine.key"),
+        "secrets": [MOUNTED_SECRET],
         "healthcheck": _health("http://127.0.0.1:8000/ready", "30m"),
     }
     return service

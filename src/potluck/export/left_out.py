@@ -58,10 +58,7 @@ def of_machines(
         lines.append(
             f"addresses of {listed(unknown)}: these names must lead to them on every machine (--address BOX=HOST)"
         )
-    files = [command_options.key_file]
-    if command_options.style == "embedded" and any(not one.alone for one in placed_plan.placements):
-        files.append(command_options.secret_file)
-    lines.append(f"secrets: put {' and '.join(files)} on every machine (openssl rand -hex 32 makes one)")
+    lines.append(f"secrets: put {command_options.key_file} on every machine (openssl rand -hex 32 makes one)")
     lines.append("clients' keys: make them where the gateway runs (potluck keys new NAME >> keys.jsonl)")
     return lines
 

@@ -23,7 +23,6 @@ from potluck.control.launchers.kubernetes_pods import (
     mounts,
     pod_template,
     volumes,
-    worker_container,
 )
 from potluck.core.errors import InputError
 from potluck.export.placement import (
@@ -135,11 +134,10 @@ def _kustomization(
     return yaml_text(data)
 
 
-def secret_files(placed_plan: PlacedPlan, command_options: CommandOptions) -> tuple[str, ...]:
+def secret_files(command_options: CommandOptions) -> tuple[str, ...]:
     """What the Secret must have."""
     salt = ("gateway.secret",) if command_options.gateways > 1 else ()
-    stages = command_options.style == "embedded" and any(not one.alone for one in placed_plan.placements)
-    return ("engine.key", "admin.key", "keys.jsonl", *salt, *(("pipeline.secret",) if stages else ()))
+    return ("engine.key", "admin.key", "keys.jsonl", *salt)
 
 
 def _key(path: str) -> str:
@@ -238,9 +236,6 @@ def _container(
     )
     requests = _requests(process, command_options)
     index = {"name": INDEX, "valueFrom": {"fieldRef": {"fieldPath": INDEX_LABEL}}}
-    if process.part == "worker":
-        container = worker_container(process.footing.stage_port, gpus, manifest_options, requests)
-        return container | {"name": process.name.rpartition("-")[2]}
     ports = placement.port, process.footing.kv_port
     container = engine_container(list(process.words), ports, gpus, manifest_options, requests)
     if not placement.alone:

@@ -1,8 +1,8 @@
 """From a plan to the machines that it rents, the engines on them, and the processes of each engine.
 
 A *box* is one rented machine. What one copy rents is shared by its own replicas alone, as it was planned. An engine
-on one box is one process. A pipeline over several is, on vLLM, a process for each stage, of which the first (rank 0)
-serves HTTP; the embedded engine has a worker for each, and the engine itself beside the first.
+on one box is one process. A vLLM pipeline over several boxes is a process for each stage, of which the first (rank 0)
+serves HTTP.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import (
     WeightFormats,
     as_stored,
+    only_gpu_of,
     parallel_of,
-    stages_of,
     vllm_formats,
 )
 from potluck.core.errors import InputError
@@ -140,7 +140,7 @@ class _Ground:
             self.placements.append(EnginePlacement(name, *about, self._with_slots(footings)))
 
     def _with_slots(self, footings: list[MachineShare]) -> tuple[MachineShare, ...]:
-        """An engine on one box takes one of its slots, a pipeline over several one for each worker."""
+        """An engine on one box takes one of its slots, a pipeline over several one for each stage."""
         alone = len({machine_share.box for machine_share in footings}) == 1
         result: list[MachineShare] = []
         for machine_share in footings:
@@ -188,9 +188,7 @@ Style = Literal["vllm", "embedded"]
 EVERYWHERE = "0.0.0.0"
 """What clients reach a gateway by, and the gateway an engine whose address nobody knows beforehand."""
 KEY_FILE = "/etc/potluck/engine.key"
-SECRET_FILE = "/etc/potluck/pipeline.secret"
 SALT_FILE = "/etc/potluck/gateway.secret"
-WORKER = ("python3", "-m", "potluck.engine.pipeline")
 HostOf = Callable[[RentedMachine], str]  # Under which name or address a box is reached.
 
 
@@ -214,13 +212,9 @@ class ExportedProcess:
     box: RentedMachine
     gpus: tuple[int, ...]
     words: tuple[str, ...]
-    part: Literal["engine", "rank", "worker"]
-    """Who serves HTTP; a further rank of vLLM's; a worker that reads the pipeline's secret from standard input."""
+    part: Literal["engine", "rank"]
+    """The process that serves HTTP; a further rank of a vLLM pipeline."""
     footing: MachineShare
-
-    @property
-    def reads_secret(self) -> bool:
-        return self.part == "worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +224,6 @@ class CommandOptions:
     """Model to its directory on every machine."""
     key_file: str = KEY_FILE
     """What engines ask of whoever wants something of them; empty: it is in $POTLUCK_API_KEY."""
-    secret_file: str = SECRET_FILE
-    """Of pipelines over several machines."""
     weights: Mapping[str, WeightFormats] = field(default_factory=dict)
     """Model to the format that the plan has its weights in, where it says so."""
     limits: Mapping[tuple[str, int], EngineLimits] = field(default_factory=dict)
@@ -250,33 +242,18 @@ class CommandOptions:
             gpus = tuple(gpu for machine_share in footings for gpu in machine_share.gpus)
             words = self._alone(placement, listen(placement.box))
             return [ExportedProcess(name, placement, placement.box, gpus, words, "engine", footings[0])]
-        if self.style == "vllm":
-            return [
-                ExportedProcess(
-                    name if not rank else f"{name}-rank{rank}",
-                    placement,
-                    machine_share.box,
-                    machine_share.gpus,
-                    self._rank(placement, rank, listen(machine_share.box), host_of),
-                    "engine" if not rank else "rank",
-                    machine_share,
-                )
-                for rank, machine_share in enumerate(footings)
-            ]
-        workers = [
+        return [
             ExportedProcess(
-                f"{name}-worker{number}",
+                name if not rank else f"{name}-rank{rank}",
                 placement,
                 machine_share.box,
                 machine_share.gpus,
-                (*WORKER, "--listen", f"{listen(machine_share.box)}:{machine_share.stage_port}", "--stay"),
-                "worker",
+                self._rank(placement, rank, listen(machine_share.box), host_of),
+                "engine" if not rank else "rank",
                 machine_share,
             )
-            for number, machine_share in enumerate(footings)
+            for rank, machine_share in enumerate(footings)
         ]
-        words = self._over_workers(placement, listen(placement.box), host_of)
-        return [*workers, ExportedProcess(name, placement, placement.box, (), words, "engine", footings[0])]
 
     def on(
         self, machine: RentedMachine, placements: Sequence[EnginePlacement], listen: HostOf, host_of: HostOf
@@ -299,13 +276,8 @@ class CommandOptions:
         engine_spec = _make(placement)
         if self.style == "vllm":
             return (*self._head(placement, listen), *parallel_of(engine_spec), *self._vllms_own(placement))
-        return (
-            *self._head(placement, listen),
-            "--device",
-            "cuda",
-            *self._blocks(placement),
-            *stages_of(engine_spec),
-        )
+        only_gpu_of(engine_spec)
+        return (*self._head(placement, listen), "--device", "cuda", *self._blocks(placement))
 
     def _rank(self, placement: EnginePlacement, rank: int, listen: str, host_of: HostOf) -> tuple[str, ...]:
         """One of the processes of a vLLM over several machines: all but the first serve no HTTP."""
@@ -315,17 +287,6 @@ class CommandOptions:
         master = ("--master", f"{listen if own else host_of(first.box)}:{first.stage_port}")
         words = (*self._head(placement, listen, rank), *parallel_of(_make(placement)), *group, *master)
         return (*words, *self._vllms_own(placement))
-
-    def _over_workers(self, placement: EnginePlacement, listen: str, host_of: HostOf) -> tuple[str, ...]:
-        """The embedded engine of a pipeline whose workers run on their own: all of them, those on its machine too."""
-        stages_of(_make(placement))  # refuses what the engine cannot do
-        parts = []
-        for number, stage in enumerate(placement.layout.stages):
-            workers = [machine_share for machine_share in placement.footings if machine_share.stage == number]
-            at = "+".join(f"{host_of(worker.box)}:{worker.stage_port}" for worker in workers)
-            parts.append(f"{stage.layers}@{at}")
-        words = (*self._head(placement, listen), "--device", "cuda", *self._blocks(placement))
-        return (*words, "--stages", ",".join(parts), "--secret-file", self.secret_file)
 
     def _head(self, placement: EnginePlacement, listen: str, rank: int = 0) -> tuple[str, ...]:
         """What all engines are told, first rank or only one: what to serve, and where."""

@@ -47,8 +47,7 @@ def _box(
     weights: Mapping[str, WeightsSource],
 ) -> str:
     what = f"{machine.name}: {machine.node.name} in {machine.region}"
-    keys = f"the key in {command_options.key_file} and, for pipelines, {command_options.secret_file}"
-    there = f"the models' directories, {keys}"
+    there = f"the models' directories and the key in {command_options.key_file}"
     engines = "vLLM, " if command_options.style == "vllm" else ""
     lines = [HEAD.format(what=what, needs=f"{engines}{there}")]
     started = command_options.on(machine, placed_plan.placements, host_of, host_of)
@@ -58,16 +57,13 @@ def _box(
         for model in models
         if model in weights
     ]
-    lines += [process_line(process, command_options) for process in started]
+    lines += [process_line(process) for process in started]
     return "\n".join([*lines, "wait -n", ""])
 
 
-def process_line(process: placement.ExportedProcess, command_options: placement.CommandOptions) -> str:
-    """Of a process in a script that starts several beside each other."""
-    gpus, secret = ",".join(map(str, process.gpus)), ""
-    if process.reads_secret:
-        secret = f" < {command_options.secret_file}"
-    return f"CUDA_VISIBLE_DEVICES={gpus} {line_of(process.words)}{secret} &"
+def process_line(process: placement.ExportedProcess) -> str:
+    """The line that starts a process in a script that starts several beside each other."""
+    return f"CUDA_VISIBLE_DEVICES={','.join(map(str, process.gpus))} {line_of(process.words)} &"
 
 
 def _gateway(command_options: placement.CommandOptions, weights: Mapping[str, WeightsSource]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from potluck.core.errors import InputError
 from potluck.core.values.vllm_version import VLLM_VERSION
 from potluck.export.placement import (
     EVERYWHERE,
@@ -72,13 +71,6 @@ def infra_of(region: str) -> str:
 
 def files(placed_plan: PlacedPlan, command_options: CommandOptions, options: SkyOptions) -> dict[str, str]:
     """File name to text."""
-    for placement in placed_plan.placements:
-        if not placement.alone and command_options.style == "embedded":
-            raise InputError(
-                f"template {placement.template}",
-                "is a pipeline over several machines, whose addresses SkyPilot gives out late; export commands,"
-                " or `engine: vllm`",
-            )
     texts = {
         f"{machine.name}.yaml": _task(placed_plan, machine, command_options, options)
         for machine in placed_plan.boxes
@@ -199,9 +191,7 @@ def _run(
             lines.append(
                 f'[ -n "${_variable(other)}" ] || exit 0  # it is not known yet; launch.sh runs it later'
             )
-    return "\n".join(
-        [*lines, *(process_line(process, command_options) for process in processes), "wait -n", ""]
-    )
+    return "\n".join([*lines, *(process_line(process) for process in processes), "wait -n", ""])
 
 
 def _launch(placed_plan: PlacedPlan, command_options: CommandOptions, options: SkyOptions) -> str:

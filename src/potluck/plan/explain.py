@@ -644,7 +644,7 @@ def _fits_nowhere(problem: PlanningProblem, demand: ModelDemand) -> str:
     if engine.most_tensor is not None and sharded:
         line += "; `engine: vllm` shards it over the GPUs of a node"
     elif not engine.pipelines:
-        line += "; `engine: vllm` or `engine: embedded` have pipelines"
+        line += "; `engine: vllm` has pipelines"
     return line
 
 

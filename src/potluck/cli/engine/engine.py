@@ -34,7 +34,7 @@ MOST_MOCKS = 256
 VLLM_SETTINGS = "token_budget max_running max_tokens kv_port any_version more"
 """Options that `VllmSettings` has by the same names."""
 VLLM_START_S = 900.0
-COMPUTED_ONLY = ("random_weights", "stages", "secret_file", "prefix_cache_dir", "threads")
+COMPUTED_ONLY = ("random_weights", "prefix_cache_dir", "threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def computing(engine_options: EngineOptions, options: dict[str, Any]) -> EngineS
         random_seed=options["random_weights"],
         limits=engine_options.limits,
         kv=engine_options.kv,
-        make=executor_maker(options, engine_options.directory, engine_options.kv.identity),
+        make=executor_maker(options["emulate"], options["speed_up"], options["kv_blocks"]),
         generation=engine_options.generation,
     )
 
@@ -174,8 +174,6 @@ def engine() -> None:
 @option("--chunk-tokens", type=click.IntRange(1), help="Of one prompt in one step; else the budget.")
 @option("--prefix-cache-mb", type=click.IntRange(0), help="0: none; else 64, or with --mock what is left.")
 @option("--prefix-cache-dir", type=PATH, help="Further prefixes go to files here.")
-@option("--stages", help="A pipeline of processes: layers of each, such as 3,5x2 or 3@host:port,5@...")
-@option("--secret-file", type=PATH, help="Of pipeline workers elsewhere.")
 @option("--emulate", metavar="GPU:MODEL", help="Act as a GPU, such as A10:llama-3.1-8b.")
 @option("--speed-up", default=1.0, help="With --emulate: so many times faster.")
 @option("--mock", is_flag=True, help="With --emulate: draw tokens by a hash, and compute nothing.")

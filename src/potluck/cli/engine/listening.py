@@ -46,7 +46,7 @@ kv_tls_option = option(
     nargs=3,
     type=PATH,
     metavar="CERTIFICATE KEY AUTHORITY",
-    help="TLS between engines, and with a pipeline's workers elsewhere; both sides show a certificate.",
+    help="TLS for KV transfers between engines; both sides show a certificate.",
 )
 tls_option = option("--tls", nargs=2, type=PATH, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
 

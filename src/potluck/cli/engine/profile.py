@@ -16,7 +16,7 @@ from click import argument, option
 
 from potluck.cli.common.files import PATH, write_text
 from potluck.cli.common.render import emit_json, percent, progress, table
-from potluck.cli.engine.emulate import emulation
+from potluck.cli.engine.emulate import mock_model, paced_executor
 from potluck.cli.fleet.service import nothing, opened, state_option
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
@@ -166,7 +166,7 @@ def _local(options: SimpleNamespace) -> Profile:
     size = RunnerSize(rows, blocks, longest, min(options.chunk_tokens, longest))
     executor = local_executor(config, SafetensorsSource(directory), size, options.device)
     if options.emulate is not None:
-        emulation(options.emulate, options.speed_up).pace(executor)
+        paced_executor(executor, mock_model(options.emulate, options.speed_up))
     bench = LocalBench(executor, options.repeats)
     shape_grid = grid(bench.bounds, options.quick, behind=True)
     points = []
@@ -174,7 +174,6 @@ def _local(options: SimpleNamespace) -> Profile:
         for point in bench.points(shape_grid):
             points.append(point)
             progress_bar(_words(point))
-    executor.shutdown()
     gpu, share, versions = "cpu", os.environ.get(SHARE), {"torch": str(torch.__version__)}
     if options.device.startswith("cuda"):
         gpu = str(torch.cuda.get_device_name(options.device))

@@ -212,7 +212,7 @@ def _kubernetes(
     export = manifests.KubernetesExport(manifest_options, images[0], labels, weights)
     files = manifests.files(placed_plan, command_options, export, served)
     secrets, regions = (
-        manifests.secret_files(placed_plan, command_options),
+        manifests.secret_files(command_options),
         {machine.region for machine in placed_plan.boxes},
     )
     claim = "" if volume.startswith("/") else volume

@@ -1,8 +1,8 @@
 """`potluck export --check`: what was written is read back and started here, with mock engines, and each model asked.
 
-Every command line is held against the parser that will read it: Potluck's own, a pipeline worker's, and a list of
-vLLM's flags for what stands behind `--`. Then a mock takes the place of each engine, with the name, role and limits
-of its command, and the gateway runs as it was written, with paths, addresses and secrets of this machine.
+Every command line is parsed by Potluck's own parser; what stands behind `--` is compared with a list of vLLM's
+flags. Then a mock takes the place of each engine, with the name, role and limits of its command, and the gateway runs
+as it was written, with paths, addresses and secrets of this machine.
 """
 
 from __future__ import annotations
@@ -109,19 +109,12 @@ def checked_export(kind: str, folder: Path, plan: Plan, spec: Spec, within_s: fl
 def must_parse(command: ReadCommand) -> None:
     """InputError where a parser would refuse an option or a value."""
     from potluck.cli.main import cli
-    from potluck.export.placement import WORKER
 
     where, words = command.where, list(command.words)
     if not words or words[0] == "hf":
         return
     if words[0] != "potluck":
-        if tuple(words[: len(WORKER)]) != WORKER:
-            raise InputError(where, f"{' '.join(words[:3])!r} is no command of Potluck's")
-        known = {"--listen", "--stay", "--tls"}
-        for word in words[len(WORKER) :]:
-            if word.startswith("--") and word not in known:
-                raise InputError(where, f"a pipeline's worker has no option {word}")
-        return
+        raise InputError(where, f"{' '.join(words[:3])!r} is no command of Potluck's")
     behind = words[words.index("--") + 1 :] if "--" in words else []
     own = words[1 : words.index("--")] if "--" in words else words[1:]
     try:

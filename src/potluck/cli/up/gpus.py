@@ -17,7 +17,7 @@ import yaml
 from potluck.cli.planning.rehearsal import ReportStage
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all, tried_as_it_is
 from potluck.control.control_values import EngineSpec
-from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.engine_command import EngineCommands, only_gpu_of
 from potluck.control.launchers.local_capacity import VISIBLE, LocalGpu, find_chips, free_bytes
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.state.facts import BLOCK_TOKENS
@@ -230,8 +230,8 @@ def prepared_for_gpus(
             load_spec(path), model, chips, folder / "profiles", local_gpus, report_stage
         )
     report_stage("planning")
-    choices = for_this_machine(replace(choices, profiles=profiles), load_spec(path))
-    if local_gpus.shares and not choices.single:
+    choices = replace(choices, here=True, profiles=profiles)
+    if local_gpus.shares and not _fits_every_node(load_spec(path)):
         raise InputError(
             "--shares", f"{name} does not fit into the memory of each share; make them fewer or larger"
         )
@@ -394,36 +394,32 @@ def weights_of(model: ModelSpec) -> Path:
     return paths[0]
 
 
-def for_this_machine(choices: PlanChoices, spec: Spec) -> PlanChoices:
-    """Engines here are whole on one GPU, or pipelines where a model is too large for some."""
+def _fits_every_node(spec: Spec) -> bool:
+    """Whether each model of the spec fits on one GPU of each node type, with memory left for KV."""
     from potluck.perf.kv_capacity import stage_memory
 
     models = [model.model for model in spec.models]
-    alone = all(stage_memory(model, node, 1).kv_bytes > 0 for model in models for node in spec.node_types)
-    return replace(choices, here=True, single=alone)
+    return all(stage_memory(model, node, 1).kv_bytes > 0 for model in models for node in spec.node_types)
 
 
 def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
-    """So much KV as there is room for on each of an engine's GPUs beside its layers, and no more than can be used."""
+    """KV blocks that an engine's GPU has room for beside the weights, and no more than can be used."""
     from potluck.perf.kv_capacity import stage_memory
     from potluck.perf.memory import kv_bytes_per_gpu
-    from potluck.perf.timers.pipeline_timer import stage_layers
 
     models = {model_spec.name: model_spec.model for model_spec in spec.models}
     nodes = {node.name: node for node in spec.node_types}
 
-    def flags(engine_spec: EngineSpec) -> tuple[str, ...]:
-        model = models[engine_spec.model]
-        context = model.max_context_tokens
-        blocks = [(MAX_RUNNING + 8) * -(-context // BLOCK_TOKENS)]
-        for stage, layers in stage_layers(model, engine_spec.layout):
-            for stage_node in stage.nodes:
-                memory = stage_memory(model, nodes[stage_node.node], 1, layers)
-                value = kv_bytes_per_gpu(model, float(context), 1, layers) / context
-                if value > 0:
-                    blocks.append(int(KV_SHARE * max(0.0, memory.kv_bytes) / value / BLOCK_TOKENS))
+    def flags(make: EngineSpec) -> tuple[str, ...]:
+        model, node = models[make.model], nodes[only_gpu_of(make)]
+        context, layers = model.max_context_tokens, range(model.layer_count)
+        blocks = (MAX_RUNNING + 8) * -(-context // BLOCK_TOKENS)
+        bytes_per_token = kv_bytes_per_gpu(model, float(context), 1, layers) / context
+        if bytes_per_token > 0:
+            free_bytes = KV_SHARE * max(0.0, stage_memory(model, node, 1, layers).kv_bytes)
+            blocks = min(blocks, int(free_bytes / bytes_per_token / BLOCK_TOKENS))
         return (
-            *("--kv-blocks", str(max(1, min(blocks))), "--max-running", str(MAX_RUNNING)),
+            *("--kv-blocks", str(max(1, blocks)), "--max-running", str(MAX_RUNNING)),
             *("--token-budget", str(TOKEN_BUDGET)),
         )
 

@@ -43,8 +43,6 @@ class PlanChoices:
     """Step times that were measured."""
     here: bool = False
     """Only what the engines of this machine can be: no groups of machines."""
-    single: bool = False
-    """Only layouts of one GPU: each holds the models alone, and nothing is gained by joining them."""
 
 
 def prepared(
@@ -146,8 +144,6 @@ def limit(factory: TemplateFactory, choices: PlanChoices) -> None:
 
     problem = factory.problem
     for demand in (variant for model_demand in problem.demands for variant in model_demand.variants):
-        if choices.single:
-            factory.templates_by_kind["pipeline", demand.key] = []
         if choices.here:
             factory.templates_by_kind[f"group of {machines_key(problem)}", demand.key] = []
 

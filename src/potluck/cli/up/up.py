@@ -403,7 +403,7 @@ def prepared_for(
     spec = for_style(remote_target.spec_there(spec), style)
     if style == "gpu":
         engine_commands = gpus.maker_of(spec, gpus.found_chips() if here else None, asked.device)
-        choices = gpus.for_this_machine(choices, spec)
+        choices = replace(choices, here=True)
     elif style == "vllm":
         from potluck.vllm.adapter.vllm_process import must_have_vllm
 

@@ -1,4 +1,4 @@
-"""What launchers on clusters share (Ray, Kubernetes): silent nodes, news of nodes, pipelines over several machines.
+"""What launchers on clusters share (Ray, Kubernetes): silent nodes and news of nodes.
 
 A cluster notices a dead node late. So engines are asked themselves at every look; the node of one that fell silent
 gets nothing for a while, until the cluster itself has noticed.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from potluck.control.control_values import EngineSpec, NodeNews
+from potluck.control.control_values import NodeNews
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.market import NodeTypeLabels, Spellings
-from potluck.core.errors import CapacityError, InputError
+from potluck.core.errors import CapacityError
 from potluck.core.values.layout import StageNode
 
 
@@ -60,30 +60,6 @@ class ClusterLauncher:
         self._folder.mkdir(parents=True, exist_ok=True)
         with self.log_of(name).open("wb" if anew else "ab") as file:
             file.write(written)
-
-
-def over_machines(
-    engine_commands: EngineCommands, words: Sequence[str], engine_spec: EngineSpec, secret_file: str
-) -> list[str]:
-    """A pipeline's command, with `%0%`, `%1%`, ... where its workers listen: not known before they do."""
-    if engine_commands.style != "gpu":
-        line = "pipelines over several machines run with --engine gpu, or plan without them"
-        raise InputError("layout", line)
-    numbers = iter(range(len(engine_spec.nodes)))
-    parts = [
-        f"{stage.layers}@{'+'.join(f'%{next(numbers)}%' for _ in stage.nodes)}"
-        for stage in engine_spec.layout.stages
-    ]
-    texts = list(words)
-    texts[texts.index("--stages") + 1] = ",".join(parts)
-    return [*texts, "--secret-file", secret_file]
-
-
-def with_addresses(words: Sequence[str], addresses: Iterable[str]) -> list[str]:
-    texts = list(words)
-    for number, address in enumerate(addresses):
-        texts = [word.replace(f"%{number}%", address) for word in texts]
-    return texts
 
 
 def node_changes(

@@ -12,6 +12,7 @@ from typing import Final
 from potluck.control.control_values import EngineSpec
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
+from potluck.core.values.engine_abilities import ENGINES, limits_of_layout
 from potluck.core.values.layout import EmulatedReplica
 from potluck.core.values.model import FORMAT_BITS, Format
 
@@ -82,7 +83,7 @@ class EngineCommands:
     def chips_for(self, engine_spec: EngineSpec) -> tuple[str, ...]:
         """The kind of each GPU that an engine gets, in the order of its workers; none where it finds them itself."""
         if self.style == "gpu":
-            return nodes_of(engine_spec)
+            return (only_gpu_of(engine_spec),)
         if self.style != "vllm" or not self.chips:
             return ()
         kinds = dict(self.gpus)
@@ -116,7 +117,8 @@ class EngineCommands:
             own = (*formats, *self.flags(engine_spec), *self.more)  # of two alike vLLM takes the last
             return [*command, *parallel_of(engine_spec), *budget, "--python", self.python, "--", *own]
         if self.style == "gpu":
-            return [*command, "--device", self.device, *stages_of(engine_spec), *self.flags(engine_spec)]
+            only_gpu_of(engine_spec)
+            return [*command, "--device", self.device, *self.flags(engine_spec)]
         weights = self.weights.get(engine_spec.model)
         planned = None if weights is None else weights.planned
         command += ["--emulate", emulate_text(engine_spec, name, self.links, planned)]
@@ -152,12 +154,13 @@ class DeferredCommands:
         return self._make().command(engine_spec, port, kv_port)
 
 
-def nodes_of(engine_spec: EngineSpec) -> tuple[str, ...]:
-    """The node type of each of an engine's GPUs, in the order of its stages' workers."""
-    if any(node.tp != 1 for node in engine_spec.nodes):
-        line = "this engine has no tensor parallelism; plan with nodes of one GPU each (1xL4, not 4xL4)"
-        raise InputError("layout", line)
-    return tuple(node.node for node in engine_spec.nodes)
+def only_gpu_of(engine_spec: EngineSpec) -> str:
+    """The node type of the one GPU that an embedded engine computes on; InputError for any other layout."""
+    limit = next(limits_of_layout(engine_spec.layout, ENGINES["embedded"]), None)
+    if limit is not None:
+        what = f"needs {limit.what}, which {ENGINES['embedded'].title} does not do"
+        raise InputError("layout", f"{what}; plan with {limit.fix}" if limit.fix else what)
+    return engine_spec.nodes[0].node
 
 
 def parallel_of(engine_spec: EngineSpec) -> tuple[str, ...]:
@@ -180,17 +183,6 @@ def with_node(words: Sequence[str], engine_spec: EngineSpec, rank: int, master: 
     at = words.index("--json") + 1
     flags = ("--nodes", str(len(engine_spec.nodes)), "--node-rank", str(rank), "--master", master)
     return [*words[:at], *flags, *words[at:]]
-
-
-def stages_of(engine_spec: EngineSpec) -> tuple[str, ...]:
-    """The flag of a pipeline over several GPUs: how many layers each stage has, and workers that share it."""
-    if len(nodes_of(engine_spec)) == 1:
-        return ()
-    parts = [
-        f"{stage.layers}x{len(stage.nodes)}" if len(stage.nodes) > 1 else str(stage.layers)
-        for stage in engine_spec.layout.stages
-    ]
-    return ("--stages", ",".join(parts))
 
 
 def vllm_formats(model: str, weights: WeightFormats | None) -> tuple[str, ...]:

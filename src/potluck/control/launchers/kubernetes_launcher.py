@@ -3,17 +3,14 @@
 Not a Deployment, StatefulSet or LeaderWorkerSet: those choose for themselves which pod goes when there are to be
 fewer, and start again what died where it was. Here the Brain says which replica is emptied.
 
-An engine that was ready and has not answered for LOST_S is dead. A pipeline over several machines has a worker's pod
-on each, and the engine's own once all of them listen; a worker that dies is started again in its pod, one whose pod
-is gone takes the engine with it. With vLLM the first machine's pod is the engine's own; the others come once it has
-an address, and all of them end with one.
+An engine that was ready and has not answered for LOST_S is dead. A vLLM pipeline over several machines has a pod on
+each: the first machine's pod is the engine's own; the others are created once it has an address, and all of them end
+when one ends.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import hmac
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +25,6 @@ from potluck.control.launchers.engine_command import with_node
 from potluck.control.launchers.kube_api import ApiRefused, ApiUnreachable, KubeApi, ObjectCache
 from potluck.control.launchers.kubernetes_pods import (
     GRACE_S,
-    SECRET_FILE,
     STAGE_PORT,
     Manifest,
     ManifestOptions,
@@ -39,7 +35,6 @@ from potluck.control.launchers.kubernetes_pods import (
     is_ready,
     pod_template,
     spelled_there,
-    worker_container,
     workers_of,
 )
 from potluck.control.launchers.process import healthy
@@ -103,26 +98,13 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
         at = words.index("--json") + 1
         words[at:at] = ["--api-key-file", "/etc/potluck/engine.key"]
         place: Place = {"pod": pod_name_of(name), "namespace": self._cluster.namespace}
-        alone = len(nodes) == 1 or engine_commands.style not in (
-            "gpu",
-            "vllm",
-        )  # those that stand in are one process
-        if not alone and engine_commands.style == "vllm":
+        if (
+            len(nodes) > 1 and engine_commands.style == "vllm"
+        ):  # other styles are one process for the whole replica
             return self._start_nodes(place, words, engine_spec, [(gpu, region) for gpu in gpus])
-        if not alone:
-            words = cluster_launcher.over_machines(engine_commands, words, engine_spec, SECRET_FILE)
-        engine = engine_container(words, (PORT, KV_PORT), nodes[0].tp if alone else 0, self._cluster)
-        lead = self._pod(str(place["pod"]), "engine", (gpus[0], region), engine, "Never")
-        if alone:
-            self._create([lead])
-            return place
-        names = [f"{place['pod']}-w{number}" for number in range(len(nodes))]
-        workers = []
-        for item, gpu, node in zip(names, gpus, nodes, strict=True):
-            container = worker_container(STAGE_PORT, node.tp, self._cluster)
-            workers.append(self._pod(item, "worker", (gpu, region), container, "Always"))
-        self._create(workers)
-        return {**place, "workers": names, "lead": lead}
+        engine = engine_container(words, (PORT, KV_PORT), nodes[0].tp, self._cluster)
+        self._create([self._pod(str(place["pod"]), "engine", (gpus[0], region), engine)])
+        return place
 
     def _start_nodes(
         self, place: Place, words: list[str], engine_spec: EngineSpec, on: list[tuple[str, str]]
@@ -135,7 +117,7 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
             container = engine_container(command, (PORT, KV_PORT), node.tp, self._cluster)
             if rank:  # it serves nothing
                 container = {key: container[key] for key in container if key not in OF_A_SERVER}
-            pods.append(self._pod(name, "worker" if rank else "engine", on[rank], container, "Never"))
+            pods.append(self._pod(name, "worker" if rank else "engine", on[rank], container))
         self._create(pods[:1])
         return {**place, "workers": names[1:], "nodes": pods[1:]}
 
@@ -153,29 +135,13 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
             raise CapacityError(str(error)) from error
         self._made_s |= dict.fromkeys(done, self._clock())
 
-    def _pod(self, name: str, part: str, on: tuple[str, str], container: Manifest, restarts: str) -> Manifest:
+    def _pod(self, name: str, part: str, on: tuple[str, str], container: Manifest) -> Manifest:
         """`on` are the GPUs and the region of its node, as their labels have them."""
         labels = {"app": "potluck", "potluck/part": part, "potluck/engine": name, OWNER: self._mark}
         template = pod_template(labels, *on, [container], self._cluster)
-        spec = {**template["spec"], "restartPolicy": restarts, **elsewhere_than(self._silent)}
+        spec = {**template["spec"], "restartPolicy": "Never", **elsewhere_than(self._silent)}
         metadata = {"name": name, "namespace": self._cluster.namespace, "labels": labels}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-
-    def _begin(self, place: Place, pods: Mapping[str, Manifest]) -> None:
-        """The engine's own pod, once all of its workers listen."""
-        if "nodes" in place:
-            self._begin_nodes(place, pods)
-            return
-        name, names, lead = str(place.get("pod", "")), workers_of(place), place.get("lead")
-        begun = name in pods or name in self._made_s or name in self._ending
-        workers = [pods[item] for item in names if item in pods and is_ready(pods[item])]
-        if begun or not isinstance(lead, dict) or len(workers) < len(names):
-            return
-        with suppress(CapacityError):  # it is tried again at the next look
-            addresses = [f"{worker['status']['podIP']}:{STAGE_PORT}" for worker in workers]
-            (engine,) = lead["spec"]["containers"]
-            engine = {**engine, "command": cluster_launcher.with_addresses(engine["command"], addresses)}
-            self._create([{**lead, "spec": {**lead["spec"], "containers": [engine]}}])
 
     def _begin_nodes(self, place: Place, pods: Mapping[str, Manifest]) -> None:
         first = pods.get(str(place["pod"]), {})
@@ -195,8 +161,8 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
         return any(name in pods or name in self._made_s for name in workers_of(place))
 
     def _keep_secret(self) -> None:
-        """What engines ask of whoever wants something of them."""
-        data = {name: base64.b64encode(item.encode()).decode() for name, item in self._secrets().items()}
+        """Create the Secret with the engines' API key, mounted in each pod."""
+        data = {"engine.key": base64.b64encode(self._key.encode()).decode()}
         metadata = {"name": self._cluster.secret, "labels": {OWNER: self._mark}}
         body = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
         try:
@@ -204,11 +170,6 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
         except ApiRefused as error:
             if error.status != 409:  # it is there already
                 raise
-
-    def _secrets(self) -> dict[str, str]:
-        """Files of every pod. What stages know follows from the key, so that it is the same after a restart."""
-        stages = hmac.new(self._key.encode(), b"stages of pipelines", hashlib.sha256).hexdigest()
-        return {"engine.key": self._key, "pipeline.secret": stages}
 
     # Looking.
 
@@ -218,7 +179,8 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
         now_s = self._clock()
         pods = self._pods.now()
         for place in places.values():
-            self._begin(place, pods)
+            if "nodes" in place:
+                self._begin_nodes(place, pods)
         self._ask_engines(pods, now_s)
         self._look_at_nodes(pods, places, now_s)
         engine_sightings = tuple(self._seen(name, place, pods, now_s) for name, place in places.items())
@@ -248,8 +210,6 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
             for worker in pods_of(place):
                 self._delete(worker, insist=True)
             return EngineSighting(name, "dead", problem=lame)
-        if pod is None and "lead" in place and pod_name not in self._made_s:
-            return EngineSighting(name, "starting")
         if pod is None:
             asked = pod_name in self._ending
             if not asked and now_s - self._made_s.get(pod_name, -FRESH_S) < FRESH_S:

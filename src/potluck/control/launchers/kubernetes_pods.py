@@ -118,25 +118,7 @@ def pod_template(
 
 
 STAGE_PORT = 7100
-SECRET_FILE = "/etc/potluck/pipeline.secret"
-WORKER = ["python3", "-m", "potluck.engine.pipeline"]
-
-
-def worker_container(
-    port: int, gpus: int, manifest_options: ManifestOptions, requests: Mapping[str, str] | None = None
-) -> Manifest:
-    """A stage's worker, which reads the pipeline's secret from its standard input."""
-    line = f"exec {' '.join(WORKER)} --listen $POD_IP:{port} --stay < {SECRET_FILE}"
-    return {
-        "name": "worker",
-        "image": manifest_options.image,
-        "command": ["sh", "-c", line],
-        "env": [POD_IP],
-        "ports": [{"name": "stage", "containerPort": port}],
-        **resources(gpus, manifest_options, requests),
-        "volumeMounts": [*mounts(manifest_options), {"name": "shm", "mountPath": "/dev/shm"}],
-        "readinessProbe": {"tcpSocket": {"port": "stage"}, "periodSeconds": 5},
-    }
+"""Where the vLLM processes of one replica meet."""
 
 
 def workers_of(place: Mapping[str, object]) -> list[str]:

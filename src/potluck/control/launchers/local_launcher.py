@@ -14,7 +14,7 @@ from pathlib import Path
 
 from potluck.control.control_values import EngineSighting, EngineSpec, NodeNews, Place
 from potluck.control.launchers import local_capacity, process
-from potluck.control.launchers.engine_command import DeferredCommands, EngineCommands, nodes_of
+from potluck.control.launchers.engine_command import DeferredCommands, EngineCommands
 from potluck.core.errors import CapacityError
 
 MODULE = "potluck.cli.engine.fork_server"
@@ -128,8 +128,7 @@ class LocalLauncher:
         return self._folder / f"{name}.log"
 
     def start(self, name: str, engine_spec: EngineSpec) -> Place:
-        gpu = self._maker.style == "gpu"
-        local_capacity.must_have_room(self._maker.style, len(nodes_of(engine_spec)) if gpu else 1, self._free)
+        local_capacity.must_have_room(self._maker.style, 1, self._free)
         port, kv_port = self._ports.free(), self._ports.free(self._maker.workers(engine_spec))
         command = self._maker.command(engine_spec, port, kv_port)
         marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
@@ -212,14 +211,14 @@ class LocalLauncher:
 
 
 def engines_of(owner: str) -> Iterator[process.ProcessId]:
-    """Engines that bear this mark, whether anybody wrote them down or not; and workers that outlived theirs."""
+    """Engines with this owner's mark, recorded in the state or not, and children that outlived their engine."""
     process_ids = [
         pid
         for pid, variables in process.marked(OWNER_MARK, owner)
         # One that was forked has its fork server's variables, and a title of its own.
         if NAME_MARK in variables or (FORK_MARK in variables and process.title_of(pid) == FORKED_TITLE)
     ]
-    # Workers of a pipeline have their engine's variables, and end with it.
+    # Workers of vLLM have their engine's variables, and end with it.
     engines = {pid.number for pid in process_ids}
     yield from (pid for pid in process_ids if process.parent_of(pid) not in engines)
 

@@ -42,11 +42,10 @@ def spawn(
     marks: Mapping[str, str],
     log: Path,
     *,
-    told: str = "",
     with_us: bool = False,
     files: Sequence[int] = (),
 ) -> ProcessId:
-    """Start a process in a session of its own; what it prints goes to the end of a file, it reads what it is `told`.
+    """Start a process in a session of its own; what it prints goes to the end of a file.
     It outlives us, unless it is to end `with_us`; it gets these `files` of ours."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +55,7 @@ def spawn(
     try:
         made = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE if told else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
             env={**os.environ, **marks},
@@ -65,9 +64,6 @@ def spawn(
             pass_fds=files,
             preexec_fn=_end_with_parent if with_us else None,
         )
-        if made.stdin is not None:
-            with suppress(BrokenPipeError), made.stdin:
-                made.stdin.write(told.encode())
     except OSError as error:
         raise CapacityError(f"{command[0]} could not be started ({error.strerror or error})") from error
     finally:

@@ -1,7 +1,7 @@
 """An engine on a Ray cluster: what is asked of its nodes, the actor beside its process, and all actors of one engine.
 
-Actors are detached, so they outlive the controller, and have names, so a successor finds them. A pipeline over
-several nodes has one for each worker, in one placement group: all of its nodes are had, or none.
+Actors are detached, so they outlive the controller, and have names, so a successor finds them. An engine that stands
+in for a pipeline over several nodes reserves each of them by an actor, in one placement group: all nodes or none.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def must_name_regions(nodes: Iterable[Mapping[str, Any]], regions: Collection[st
         )
 
 
-HOST, PORT, KV_PORT, PYTHON, SECRET_FILE = "%host%", "%port%", "%kv_port%", "%python%", "%secret_file%"
+HOST, PORT, KV_PORT, PYTHON = "%host%", "%port%", "%kv_port%", "%python%"
 MOST_LOG_BYTES = 65_536
-ActorTask = Literal["engine", "worker", "stand"]
-"""An engine answers at its port; a pipeline's worker says its port on its first line; who stands holds a place."""
+ActorTask = Literal["engine", "reserve"]
+"""An engine answers at its port; `reserve` only holds a node."""
 Report = dict[str, Any]
 
 
@@ -121,7 +121,6 @@ class ProcessActor:
         name: str,
         task: ActorTask,
         environment: Mapping[str, str],
-        secret: str = "",
         python: str = "",
         here: Callable[[], tuple[str, str]] | None = None,
         authority: str = "",
@@ -129,7 +128,7 @@ class ProcessActor:
         """`authority`: of certificates, where an engine answers over TLS."""
         self._host, self._node = (_here if here is None else here)()
         self._name, self._task, self._environment = name, task, dict(environment)
-        self._secret, self._python = secret, python or sys.executable
+        self._python = python or sys.executable
         self._scheme, self._authority = "https" if authority else "http", authority
         folder = Path(tempfile.gettempdir()) / f"potluck-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -148,18 +147,12 @@ class ProcessActor:
             ports = Ports(self._host)
             self._port = ports.free() if PORT in words else 0
             filled = self._filled(words, ports.free(kv_ports) if KV_PORT in words else 0)
-            text = f"{self._secret}\n" if self._task == "worker" else ""
-            self._pid = spawn(filled, self._environment, self._log, told=text, with_us=True)
+            self._pid = spawn(filled, self._environment, self._log, with_us=True)
         except (PotluckError, OSError) as error:
             self._problem = " ".join(str(error).split())[:300]
 
     def _filled(self, words: Sequence[str], kv_port: int) -> list[str]:
         values = {HOST: self._host, PORT: str(self._port), KV_PORT: str(kv_port), PYTHON: self._python}
-        if SECRET_FILE in words:
-            path = self._log.with_suffix(".secret")
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(self._secret)
-            values[SECRET_FILE] = str(path)
         filled = []
         for word in words:
             for token, value in values.items():
@@ -181,24 +174,13 @@ class ProcessActor:
     def _state(self) -> tuple[str, str]:
         if self._problem or (self._pid is not None and not alive(self._pid)):
             return "dead", ""
-        if self._task == "stand":
+        if self._task == "reserve":
             return "up", self._host
         if self._pid is None:
             return "starting", ""
-        if self._task == "worker":
-            line = self._first_line()
-            return ("up", f"{self._host}:{line}") if line.isdecimal() else ("starting", "")
         address = f"{self._host}:{self._port}"
         well = healthy(f"{self._scheme}://{address}", authority=self._authority)
         return ("up", address) if well else ("starting", address)
-
-    def _first_line(self) -> str:
-        try:
-            with self._log.open("rb") as file:
-                line = file.readline(20)
-        except OSError:
-            return ""
-        return line.decode("utf-8", "replace").strip() if line.endswith(b"\n") else ""
 
     def _written(self, after: int) -> tuple[bytes, int]:
         try:
@@ -220,7 +202,6 @@ class ProcessActor:
     def forget(self) -> None:
         self.stop(insist=True)
         self._log.unlink(missing_ok=True)
-        self._log.with_suffix(".secret").unlink(missing_ok=True)
 
 
 def _here() -> tuple[str, str]:
@@ -269,16 +250,14 @@ class EngineActors:
     def create(
         self,
         asks: Sequence[NodeRequest],
-        task: ActorTask,
         environment: Mapping[str, str],
-        secret: str,
         python: str,
         authority: str = "",
     ) -> None:
         """Ask Ray for them; it places them when it can."""
         actor = self._ray.remote(ProcessActor)
         common = {"namespace": self._space, "lifetime": "detached", "max_restarts": 0, "num_cpus": 0}
-        engine = self.name, "engine", environment, secret, python, None, authority
+        engine = self.name, "engine", environment, python, None, authority
         if len(asks) == 1:
             gpus, resources, labels = asks[0].gpus, dict(asks[0].resources), dict(asks[0].labels)
             self.lead.handle = actor.options(
@@ -307,7 +286,7 @@ class EngineActors:
                 resources=dict(ask.resources),
                 scheduling_strategy=at(place),
                 **common,
-            ).remote(engine_actor.name, task, environment, secret, python)
+            ).remote(engine_actor.name, "reserve", environment, python)
         common["num_cpus"] = LITTLE
         lead = actor.options(name=self.name, scheduling_strategy=at(0), **common)
         self.lead.handle = lead.remote(*engine)

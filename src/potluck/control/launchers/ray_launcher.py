@@ -9,7 +9,6 @@ answer itself, is dead.
 
 from __future__ import annotations
 
-import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,8 +26,6 @@ from potluck.control.launchers.ray_actors import (
     KV_PORT,
     PORT,
     PYTHON,
-    SECRET_FILE,
-    ActorTask,
     EngineActor,
     EngineActors,
     NodeRequest,
@@ -96,17 +93,15 @@ class RayLauncher(cluster_launcher.ClusterLauncher):
 
     def start(self, name: str, engine_spec: EngineSpec) -> Place:
         asks = self._asks(engine_spec)
-        words, worker = self._words(engine_spec, len(asks))
-        task: ActorTask = "worker" if worker else "stand"
+        words = self._words(engine_spec)
         actors = EngineActors(self._ray, self._space, name, len(asks) if len(asks) > 1 else 0, self._clock())
         environment = {KEY_VARIABLE: self._key} if self._key else {}
-        actors.create(asks, task, environment, secrets.token_urlsafe(24), self._python, self._authority)
+        actors.create(asks, environment, self._python, self._authority)
         self._engines[name] = actors
         place: Place = {
             "ray": self._space,
             "workers": len(actors.workers),
             "words": words,
-            "worker": worker,
             "kv_ports": self._maker.workers(engine_spec),
         }
         self._begin(actors, place)
@@ -119,30 +114,22 @@ class RayLauncher(cluster_launcher.ClusterLauncher):
             for node in engine_spec.nodes
         ]
 
-    def _words(self, engine_spec: EngineSpec, nodes: int) -> tuple[list[str], list[str]]:
-        """The command of an engine, and of each of its workers where it has some; what nodes fill in is left open."""
+    def _words(self, engine_spec: EngineSpec) -> list[str]:
+        """The command of an engine, with placeholders for what its node fills in."""
         engine_commands = replace(self._maker, host=HOST)
-        words = [
+        if len(engine_spec.nodes) > 1 and engine_commands.style == "vllm":
+            line = "vLLM over several machines is not started on Ray; plan with `limits: {max_stages: 1}`"
+            raise InputError("layout", line)
+        return [
             PYTHON if word == sys.executable else word
             for word in engine_commands.command(engine_spec, PORT, KV_PORT)
         ]
-        if nodes == 1 or engine_commands.style not in ("gpu", "vllm"):
-            return words, []
-        tls = () if engine_commands.tls is None else ("--tls", *engine_commands.tls)
-        worker = [PYTHON, "-m", "potluck.engine.pipeline", "--listen", f"{HOST}:0", "--stay", *tls]
-        return cluster_launcher.over_machines(engine_commands, words, engine_spec, SECRET_FILE), worker
 
     def _begin(self, actors: EngineActors, place: Place) -> None:
-        """Start what can be started: workers at once, the engine when all of them listen."""
-        words, worker = _listed(place.get("words")), _listed(place.get("worker"))
-        for actor in actors.workers if worker else ():
-            if not actors.began and actor.said["state"] == "starting":
-                actors.tell(actor, "begin", worker)
+        """Start the engine's process once all of its nodes are reserved."""
+        words = _listed(place.get("words"))
         if actors.began or any(actor.said["state"] != "up" for actor in actors.workers):
             return
-        words = cluster_launcher.with_addresses(
-            words, (str(actor.said["address"]) for actor in actors.workers)
-        )
         actors.tell(actors.lead, "begin", words, int(str(place.get("kv_ports", 1))))
         actors.began = True
 

@@ -81,6 +81,8 @@ ENGINES: Final[dict[EngineName, EngineKind]] = {
     "embedded": EngineKind(
         "embedded",
         "the embedded engine",
+        pipelines=False,
+        shared_stages=False,
         most_tensor=1,
         experts=("none",),
         hands_over_to=("vllm", "embedded"),

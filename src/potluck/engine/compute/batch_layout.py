@@ -92,9 +92,6 @@ class BatchLayout:
     """Packed tokens whose logits are asked for, work by work; None: of all, as they lie."""
     begins: list[int]
     """Rows that start from nothing."""
-    packing: Tensor | None
-    """Packed tokens as places in the order of the works; None when that is the same."""
-    unpacking: Tensor | None
     rows: np.ndarray
     places: np.ndarray
     """Row and position of each packed token, for compiled kernels."""
@@ -205,7 +202,6 @@ def lay_out(works: Sequence[SequenceWork], cache: LayerCaches, taps: int) -> Bat
     groups = range(len(tables.groups))
     wanted = wanted_tokens(works, order, packed.firsts)
     all_wanted = len(wanted) == len(packed.tokens) and bool((wanted == np.arange(len(wanted))).all())
-    packing = _packing(works, order) if order != sorted(order) else None
     if cache.followed:
         arrays = told(packed, tables, wanted)
         numbers = views_of(joined(arrays, device).to(device, non_blocking=True), arrays)
@@ -227,8 +223,6 @@ def lay_out(works: Sequence[SequenceWork], cache: LayerCaches, taps: int) -> Bat
         linear=linear_step(numbers[2], packed.sizes, taps) if taps else None,
         wanted=None if all_wanted else numbers[3],
         begins=[work.row for work in packed.works if not work.start],
-        packing=None if packing is None else on_device(packing, device),
-        unpacking=None if packing is None else on_device(np.argsort(packing), device),
     )
 
 
@@ -261,11 +255,6 @@ def views_of(whole: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         parts.append(whole[first : first + array.size].view(array.shape))
         first += array.size + array.size % 2
     return parts
-
-
-def _packing(works: Sequence[SequenceWork], order: list[int]) -> np.ndarray:
-    starts = np.concatenate(([0], np.cumsum([len(work.tokens) for work in works])))
-    return np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the engine's loop needs of whatever computes: one process, a pipeline of them, or a mock.
+"""What the engine's loop needs of an executor: one that computes, or a mock.
 
 The loop is the only caller, from one thread. It opens a row per sequence, grows it before each step, says what to
 compute and how to draw tokens, and closes it. Caches go out as chunks, layer by layer while a step runs (`exports`)
@@ -7,10 +7,9 @@ or afterwards (`export`), and come in through an `IncomingCache`. Prefix caching
 Promises that the loop relies on:
 
 - `grow` succeeds as long as the blocks of all rows together, tokens rounded up to whole blocks, are at most
-  `size.blocks`, and the rows at most `size.rows`. (Each of several workers must be able to hold the whole.)
+  `size.blocks`, and the rows at most `size.rows`.
 - A call that raises an InputError or CapacityError has changed nothing but the rows that it names.
-- A step that cannot be completed raises `WorkerLost` with every row that is not as it was before the step; the
-  loop fails those and runs the step again with the others.
+- A step that raises anything else may have changed all of its rows; the loop ends their requests.
 - No call waits without a deadline.
 """
 
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from potluck.core.errors import InputError, PotluckError
+from potluck.core.errors import InputError
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.logit_edits import LogitEdit
 from potluck.engine.model.config import EngineModelConfig
@@ -105,14 +104,6 @@ class StepInputs:
     deliver: Deliver | None = None
 
 
-class WorkerLost(PotluckError):
-    """A process that computed is gone, with the rows that it had."""
-
-    def __init__(self, rows: Sequence[int], why: str) -> None:
-        self.rows = tuple(rows)
-        super().__init__(why)
-
-
 def check_manifest(manifest: KvManifest, fingerprint: str, held: int, tokens: Sequence[int]) -> None:
     """Whether a cache on its way goes on from the `held` tokens of this model; InputError if not."""
     if manifest.fingerprint != fingerprint:
@@ -145,8 +136,6 @@ class Executor(Protocol):
     """What keys and values are kept as; empty where there are none."""
     exact: Exactness
     """Whether tokens stay the same to the last bit however the work is cut."""
-    microbatches: int = 1
-    """Steps that may be under way at once, of different rows, with something to gain."""
     shapes: Sequence[tuple[int, int]] = ((1, 2),)
     """Steps that are made ready when one such is first run: single tokens, and tokens of a chunk beside them."""
     ordered: bool = False
@@ -182,17 +171,6 @@ class Executor(Protocol):
     def check(self) -> None:
         """Raise AssertionError when a block is leaked; called when idle."""
 
-    def health(self) -> str:
-        """Why it cannot go on, in one line; empty when it can. Any thread may ask, as for the two below."""
-        return ""
-
-    def degraded(self) -> str:
-        """What is missing though it goes on, in one line; empty when nothing is."""
-        return ""
-
     def notes(self) -> Mapping[str, float]:
         """Figures of its own for /status, such as steps that an emulation could not keep up with."""
         return {}
-
-    def shutdown(self) -> None:
-        return

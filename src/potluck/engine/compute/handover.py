@@ -250,7 +250,7 @@ class IncomingHandover:
         runner.tables.grow(row, manifest.stop, since=manifest.stop)
         self._runner, self._row, self._about = runner, row, manifest
         self._slots = RowSlots(runner, row)
-        layers = range(runner.stack.first, runner.stack.last)
+        layers = range(runner.config.model.layer_count)
         self._wanted: dict[tuple[int, str], _Expected] = {
             (layer, expected.part): expected
             for layer in layers

@@ -1,7 +1,7 @@
-"""A step of a batch: tokens or hidden states in, hidden states or logits out.
+"""A step of a batch: tokens in, logits out.
 
-A runner has a range of a model's layers, their cache, and the tables that say what lies where; it knows nothing of
-requests. `StepGraphs` replays small steps as CUDA graphs; `LocalExecutor` is a runner as the loop sees it.
+A runner has a model's layers, their cache, and the tables that say what lies where; it has no notion of requests.
+`StepGraphs` replays small steps as CUDA graphs; `LocalExecutor` is a runner as the loop sees it.
 
     row = runner.tables.open()
     runner.tables.grow(row, len(prompt))
@@ -45,7 +45,7 @@ from potluck.engine.numbers.exact import exactness
 
 
 class Runner:
-    """Layers [first, last) of a model, ready to run. All its state is in `tables` and `cache`."""
+    """A model, ready to run. All its state is in `tables` and `cache`."""
 
     def __init__(
         self,
@@ -53,19 +53,16 @@ class Runner:
         source: WeightSource,
         size: RunnerSize,
         *,
-        first: int = 0,
-        last: int | None = None,
         device: str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
         model = config.model
-        last = model.layer_count if last is None else last
         self.device = torch.device(device)
         # A CPU has no fast arithmetic in 16 bits to speak of, and float32 is what exact.py is about.
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else getattr(torch, config.dtype))
         self.config = config
         self.fingerprint = fingerprint(config, source)
-        latent = any(isinstance(layer.attention, LatentAttention) for layer in model.layers[first:last])
+        latent = any(isinstance(layer.attention, LatentAttention) for layer in model.layers)
         self.exact = exactness(self.device, self.dtype, latent=latent)
         if size.max_tokens > model.max_context_tokens:
             raise InputError(
@@ -75,13 +72,13 @@ class Runner:
             load = LayerLoader(
                 parted(source, config), self.device, self.dtype, norm_plus_one=config.norm_plus_one
             )
-            self.stack = Stack(config, load, first, last)
-            self.tables = BlockTables(groups_of(model, first, last, size), size.rows, size.max_tokens)
-            self.cache = LayerCaches(model, first, last, self.tables, self.device, self.dtype)
+            self.stack = Stack(config, load)
+            self.tables = BlockTables(groups_of(model, size), size.rows, size.max_tokens)
+            self.cache = LayerCaches(model, self.tables, self.device, self.dtype)
         kernels = {
-            p.attention.conv_kernel
-            for p in model.layers[first:last]
-            if isinstance(p.attention, LinearAttention)
+            layer.attention.conv_kernel
+            for layer in model.layers
+            if isinstance(layer.attention, LinearAttention)
         }
         if len(kernels) > 1:
             raise InputError("conv_kernel", "linear layers with different convolutions cannot be run")
@@ -91,29 +88,24 @@ class Runner:
         pieces = PIECES if self.copies else 0
         self.leaving, self.arriving = PinnedPool(pieces), PinnedPool(pieces)
         self._graphs = None
-        if self.device.type == "cuda" and recordable(model, first, last):
+        if self.device.type == "cuda" and recordable(model):
             self._graphs = StepGraphs(self.stack, self.cache, self._taps)
 
     @torch.inference_mode()
-    def step(
-        self, works: Sequence[SequenceWork], hidden: Tensor | None = None, on_layer: OnLayer | None = None
-    ) -> Tensor:
-        """The first stage of a pipeline takes tokens, the others `hidden`, the states [tokens, hidden] that the stage
-        before returned for the same works; there a work's tokens are only counted. The last stage returns logits
-        [rows asked for, vocabulary], work by work; the others hidden states."""
+    def step(self, works: Sequence[SequenceWork], on_layer: OnLayer | None = None) -> Tensor:
+        """Compute the works; logits [rows asked for, vocabulary], work by work."""
         if self.device.index:
             torch.cuda.set_device(self.device)  # where kernels are launched, of this thread
         check(works, self.tables)
-        if self.stack.embeds:
-            self._check_tokens(works)
-        if self._graphs is not None and hidden is None and on_layer is None and self._graphs.takes(works):
+        self._check_tokens(works)
+        if self._graphs is not None and on_layer is None and self._graphs.takes(works):
             logits = self._graphs.run(works)
             for work in works:
                 self.tables.advance(work.row, work.start + len(work.tokens))
                 self.tables.trim(work.row)
             return logits
         batch_layout = lay_out(works, self.cache, self._taps)
-        x = self._enter(batch_layout, hidden)
+        x = self.stack.embed(known(batch_layout.tokens, self.cache))
         if self._taps and batch_layout.begins:
             self.cache.clear_states(batch_layout.begins)
         for work in works:
@@ -121,8 +113,6 @@ class Runner:
         x = self.stack(x, batch_layout, self.cache, on_layer)
         for work in works:
             self.tables.trim(work.row)
-        if not self.stack.has_head:
-            return x if batch_layout.unpacking is None else x.index_select(0, batch_layout.unpacking)
         return self.stack.logits(x)
 
     def replays(self, works: Sequence[SequenceWork]) -> bool:
@@ -146,19 +136,6 @@ class Runner:
             if high >= vocab or (low < 0 and (low, high) != (last_drawn(work.row),) * 2):
                 raise InputError("tokens", f"{min(low, 0) or high} is not in the vocabulary of {vocab}")
 
-    def _enter(self, batch_layout: BatchLayout, hidden: Tensor | None) -> Tensor:
-        if not self.stack.embeds:
-            expected = (len(batch_layout.tokens), self.config.model.hidden)
-            if hidden is None or tuple(hidden.shape) != expected:
-                raise InputError(
-                    "hidden", f"a later stage takes the states of the one before, {list(expected)}"
-                )
-            hidden = hidden.to(self.device, self.dtype)
-            return hidden if batch_layout.packing is None else hidden.index_select(0, batch_layout.packing)
-        if hidden is not None:
-            raise InputError("hidden", "the first stage takes tokens")
-        return self.stack.embed(known(batch_layout.tokens, self.cache))
-
 
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of sequences for which a step is recorded, when it is first needed."""
@@ -167,9 +144,9 @@ MOST_TOKENS, SOME_TOKENS, SOME_TILES = 1024, 64, 8
 than it takes to launch them."""
 
 
-def recordable(model: Model, first: int, last: int) -> bool:
-    """Whether a step of the layers [first, last) always launches the same."""
-    return (first, last) == (0, model.layer_count) and all(
+def recordable(model: Model) -> bool:
+    """Whether steps of a model launch the same kernels each time."""
+    return all(
         isinstance(layer.ffn, DenseFfn) and not isinstance(layer.attention, LatentAttention)
         for layer in model.layers
     )
@@ -252,8 +229,6 @@ class StepGraphs:
             linear=linear_step(views[2], [1] * room.works, self._taps) if self._taps else None,
             wanted=views[3] if room.tiles else None,
             begins=[],
-            packing=None,
-            unpacking=None,
             rows=NOTHING,
             places=NOTHING,
         )

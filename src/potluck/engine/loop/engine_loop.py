@@ -1,4 +1,4 @@
-"""The engine's loop: schedule, run, tell. One object, called from one thread, that owns executor and Batchers.
+"""The engine's loop: schedule, run, tell. One object, called from one thread, that owns executor and Batcher.
 
     turn     let hand-overs in; ask the Batcher for a step; compute it; commit it; say what happened
     submit, cancel                              what may be asked between two turns (`loop_thread.py` brings it here)
@@ -23,7 +23,7 @@ from functools import partial
 
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import CapacityError, InputError, PotluckError
-from potluck.core.replica.batch import DONE, FINISHED, FIRST, BatchLimits, BatchStep
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, Batcher, BatchLimits, BatchStep
 from potluck.core.state.facts import SEND_QUEUE_BYTES
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.executor import (
@@ -32,7 +32,6 @@ from potluck.engine.compute.executor import (
     IncomingCache,
     SequenceWork,
     StepInputs,
-    WorkerLost,
     last_drawn,
 )
 from potluck.engine.compute.logit_edits import UnfitFormat
@@ -49,7 +48,7 @@ from potluck.engine.loop.jobs import (
     RowReady,
     RunningJob,
 )
-from potluck.engine.loop.microbatches import Microbatch, Microbatches, RunningStep
+from potluck.engine.loop.running_step import RunningStep
 from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.kv.chunks import KvChunk, KvManifest, data_bytes, token_hash
 from potluck.kv.codec_layout import Codec
@@ -119,7 +118,7 @@ class HostKvStore:
 
 def problem_of(error: Exception) -> tuple[str, bool, str]:
     """What the end of a request says of an error: a line, whether to ask again, and a code."""
-    again = isinstance(error, WorkerLost | CapacityError)
+    again = isinstance(error, CapacityError)
     code = UNSUPPORTED if isinstance(error, UnfitFormat) else ""
     return (str(error).splitlines() or [type(error).__name__])[0], again, code
 
@@ -147,11 +146,10 @@ class EngineLoop:
             raise InputError("rows", f"must be at least two more than the {limits.max_running} that may run")
         self.executor, self.counters = executor, EngineCounters()
         chunk = min(limits.chunk_tokens or limits.token_budget, size.max_chunk_tokens)
-        longest = min(size.max_tokens, limits.total_blocks * limits.block_tokens)
-        self.microbatches = Microbatches(replace(limits, chunk_tokens=chunk), executor.microbatches, longest)
+        self.batcher = Batcher(replace(limits, chunk_tokens=chunk))
+        self._step: RunningStep | None = None
         self._tell, self._weigh, self._join = tell, weigh, join
-        single = awaits and len(self.microbatches.all) == 1
-        self._awaits, self._ahead = single and not executor.ordered, single and executor.ordered
+        self._awaits, self._ahead = awaits and not executor.ordered, awaits and executor.ordered
         self.prefixes = prefixes or PrefixCache(executor.config, 0)
         self._rows = CacheRows(executor, self.prefixes, chunk, self.counters)
         self._lease_s, self._now_s = lease_s, 0.0
@@ -186,7 +184,7 @@ class EngineLoop:
         if job.hands_on:
             self._senders.waiting.append(job.key)
         else:
-            self.microbatches.add(job.key, job.whole, 0, job.output_tokens, *job.standing)
+            self.batcher.add(job.key, job.whole, 0, job.output_tokens, *job.standing)
         return 0
 
     def cancel(self, key: int, now_s: float, problem: str = "", *, reason: str = "") -> None:
@@ -210,14 +208,14 @@ class EngineLoop:
         self.host_bytes[key] = 0
         row, whole = job.row, job.job.whole
         in_row = row is not None and self.executor.held(row) >= whole
-        if in_row and row is not None and self._ahead and self.microbatches.under_way:
+        if in_row and row is not None and self._ahead and self._step is not None:
             # Behind the step that is under way, before the next one: it goes when that step has landed.
             job.outgoing = self.executor.exports(row, have, whole, codec)
             self._leaving += [job] if job.computed else []
             self._kept.pop(key, None)
         elif job.computed:
             self._send_kept(job)
-        elif self._join is not None and (running := self.microbatches.step_of(key, job.row)) is not None:
+        elif self._join is not None and (running := self._step_of(job)) is not None:
             running.let_out(job, self._join)
         return self._about(job, have)
 
@@ -258,7 +256,7 @@ class EngineLoop:
         self._incoming(key).finish()
         running_job = self._here(key)
         running_job.incoming, job = None, running_job.job
-        self.microbatches.add(key, job.whole - job.received, job.received, job.output_tokens, *job.standing)
+        self.batcher.add(key, job.whole - job.received, job.received, job.output_tokens, *job.standing)
 
     def _here(self, key: int) -> RunningJob:
         if (job := self._runs.get(key)) is None:
@@ -273,40 +271,40 @@ class EngineLoop:
     # A turn.
 
     def turn(self, now_s: float, clock: Callable[[], float] | None = None) -> bool:
-        """A step of the next micro-batch that has something to do; false when none has."""
+        """Advance by one step; False when there was none to advance."""
         self._now_s = now_s
         self._expire()
         self._let_in()
-        busy = any(self._advance(self.microbatches.next(), clock) for _ in self.microbatches.all)
+        busy = self._advance(clock)
         self.flush()
         return busy
 
-    def _advance(self, microbatch: Microbatch, clock: Callable[[], float] | None) -> bool:
-        """Await its step, and begin the next; that of a single micro-batch is awaited, too. Whether there was any.
+    def _advance(self, clock: Callable[[], float] | None) -> bool:
+        """Await the step under way, and begin the next, which is awaited, too, if `_awaits`. Whether there was any.
 
         Ahead, the next is begun first: it follows from numbers of tokens, and tokens that are not known yet stay with
         the executor. Who turns out to have ended is in it for nothing."""
-        last = microbatch.step
+        last = self._step
         late = last if self._ahead else None
         if late is not None:
-            self._commit(microbatch, late)
+            self._commit(late)
         elif last is not None:
-            self._land(microbatch, last, clock)
-        step = microbatch.batcher.next_step()
+            self._land(last, clock)
+        step = self.batcher.next_step()
         if late and (step.preempted or any(job.edits is not None for job in late.runs.values())):
-            self._land(microbatch, late, clock)
+            self._land(late, clock)
             late = None
         for key in step.preempted:
             if key in self._runs:
                 self._rows.close(self._runs[key])
             self.counters.preemptions += 1
-        microbatch.step = running = self._plan(microbatch, step)
+        self._step = running = self._plan(step)
         self._begin(running)
         if late is not None:
-            self._land(microbatch, late, clock)
+            self._land(late, clock)
             running.began_s = self._now_s
         if self._awaits or not running.works:
-            self._land(microbatch, running, clock)
+            self._land(running, clock)
         return last is not None or bool(step.chunks or step.decodes)
 
     def flush(self) -> None:
@@ -324,10 +322,10 @@ class EngineLoop:
             return
         self.executor.check()
         self.prefixes.verify()
-        microbatches = self.microbatches
-        if microbatches.free_blocks != microbatches.limits.total_blocks or microbatches.keys():
-            raise AssertionError(f"{microbatches.free_blocks} blocks are free and nobody is here")
-        if self._rows.keys or microbatches.todo_tokens or not (self._senders.empty and self._receivers.empty):
+        batcher = self.batcher
+        if batcher.free_blocks != batcher.limits.total_blocks or batcher.keys():
+            raise AssertionError(f"{batcher.free_blocks} blocks are free without any request")
+        if self._rows.keys or batcher.todo_tokens or not (self._senders.empty and self._receivers.empty):
             raise AssertionError("rows or hand-overs are left behind")
         self.counters.checks += 1
 
@@ -336,21 +334,27 @@ class EngineLoop:
     @property
     def most_tokens(self) -> int:
         """Of one sequence."""
-        return min(self.executor.size.max_tokens, self.microbatches.most_tokens)
+        limits = self.batcher.limits
+        return min(self.executor.size.max_tokens, limits.total_blocks * limits.block_tokens)
 
     @property
     def idle(self) -> bool:
-        return not (self._runs or self.microbatches.under_way)
+        return not self._runs and self._step is None
+
+    @property
+    def has_step_under_way(self) -> bool:
+        return self._step is not None
 
     @property
     def waiting(self) -> int:
-        return self.microbatches.queued + len(self._senders.waiting) + len(self._receivers.waiting)
+        return self.batcher.queued + len(self._senders.waiting) + len(self._receivers.waiting)
 
     # Inside a turn.
 
     def _let_in(self) -> None:
         self._open_gates()
-        if self._kept and (self._senders.waiting or self._receivers.waiting or self.microbatches.short):
+        short = self.batcher.queued and self.batcher.blocked
+        if self._kept and (self._senders.waiting or self._receivers.waiting or short):
             for key in list(self._kept):
                 if not self.host_kv.full:
                     self._put_aside(self._runs[key])
@@ -367,11 +371,11 @@ class EngineLoop:
         crowded = self._most_host_bytes is not None and sum(self.host_bytes.values()) >= self._most_host_bytes
         for key in () if crowded else self._senders.next():
             job = self._runs[key].job
-            self.microbatches.add(key, job.whole, 0, 0, *job.standing)
+            self.batcher.add(key, job.whole, 0, 0, *job.standing)
             self._senders.enter(key)
         for key in self._receivers.next():
             running_job = self._runs[key]
-            if not self.microbatches.reserve(key, running_job.job.whole):
+            if not self.batcher.reserve(key, running_job.job.whole):
                 break
             try:
                 self._rows.begin(running_job, running_job.job.received - 1)
@@ -381,8 +385,8 @@ class EngineLoop:
             self._said.append((key, RowReady()))
             self._receivers.enter(key)
 
-    def _plan(self, microbatch: Microbatch, step: BatchStep) -> RunningStep:
-        decoding = microbatch.batcher.decoding
+    def _plan(self, step: BatchStep) -> RunningStep:
+        decoding = self.batcher.decoding
         goals = [(key, len((job := self._runs[key]).tokens) + job.drawing) for key in decoding.keys()]  # noqa: SIM118
         goals += [(key, before + tokens) for key, tokens, before in step.chunks if key in self._runs]
         running = RunningStep(step, self._now_s, [], [], [])
@@ -420,53 +424,51 @@ class EngineLoop:
         return row, start
 
     def _begin(self, running: RunningStep) -> None:
-        """Put a step under way, without the rows that turn out to be lost."""
-        while running.works:
-            try:
-                deliver = partial(self._deliver, running)
-                step = StepInputs(running.works, running.draws, running.exports, deliver)
-                running.land = self.executor.begin(step)
-                return
-            except FAILURES as error:
-                self._leave_out(running, error)
+        """Put a step under way; if that fails, its jobs end and it has no works any more."""
+        if not running.works:
+            return
+        try:
+            deliver = partial(self._deliver, running)
+            step = StepInputs(running.works, running.draws, running.exports, deliver)
+            running.land = self.executor.begin(step)
+        except FAILURES as error:
+            self._fail(running, error)
 
     def _landed(self, running: RunningStep) -> list[tuple[RunningJob, SampledToken]]:
-        """Wait for a step; if rows are lost on the way it is run again without them."""
-        while running.works:
-            assert running.land is not None
-            try:
-                drawn = zip(running.drawn, running.land(), strict=True)
-                return [(running.runs[row], sampled_token) for row, sampled_token in drawn]
-            except FAILURES as error:
-                self._leave_out(running, error)
-                self._begin(running)
-        return []
+        """Wait for a step: its jobs with the tokens drawn for them; none when it fails, which ends its jobs."""
+        if not running.works:
+            return []
+        assert running.land is not None
+        try:
+            drawn = zip(running.drawn, running.land(), strict=True)
+            return [(running.runs[row], sampled_token) for row, sampled_token in drawn]
+        except FAILURES as error:
+            self._fail(running, error)
+            return []
 
-    def _leave_out(self, running: RunningStep, error: Exception) -> None:
-        lost = running.lost(error)
-        keys = self._rows.keys | {row: job.job.key for row, job in running.runs.items()}
-        self._lose([keys[row] for row in lost if row in keys], error)
-        running.without(lost)
+    def _fail(self, running: RunningStep, error: Exception) -> None:
+        self._lose([job.job.key for job in running.runs.values()], error)
+        running.works, running.draws, running.exports = [], [], []
 
-    def _commit(self, microbatch: Microbatch, running: RunningStep) -> None:
+    def _commit(self, running: RunningStep) -> None:
         """Count a step as done, which in numbers of tokens it is once it is begun, and close rows that have all."""
-        running.result = microbatch.batcher.commit(running.step)
+        running.result = self.batcher.commit(running.step)
         for what, key in running.result:
             if what in (FIRST, FINISHED) and (job := self._runs.get(key)) is not None:
                 self._keep(job)
                 if what == FINISHED:
                     self._rows.close(job)
 
-    def _land(self, microbatch: Microbatch, running: RunningStep, clock: Callable[[], float] | None) -> None:
+    def _land(self, running: RunningStep, clock: Callable[[], float] | None) -> None:
         size, count = running.tokens, len(running.works)
         choices = self._landed(running)
         self._now_s = self._now_s if clock is None else clock()
-        if microbatch.step is running:
-            microbatch.step = None
+        if self._step is running:
+            self._step = None
         if running.result is None:
-            self._commit(microbatch, running)
+            self._commit(running)
         for job in running.left:
-            self.microbatches.cancel(job.job.key)
+            self.batcher.cancel(job.job.key)
             self._rows.close(job)
         for job, sampled_token in choices:
             if self._runs.get(job.job.key) is job:
@@ -548,11 +550,18 @@ class EngineLoop:
         return True
 
     def _keep(self, job: RunningJob) -> None:
-        """For the prefix cache. Where a worker that has it is gone, the next step says so."""
+        """Keep what the job's row holds for the prefix cache; a failure to read it out is only counted."""
         try:
             self._rows.keep(job)
         except FAILURES:
             self.counters.failures += 1
+
+    def _step_of(self, job: RunningJob) -> RunningStep | None:
+        """The step under way, where the job is in it."""
+        step = self._step
+        if step is None or job.row is None or step.runs.get(job.row) is not job or not step.works:
+            return None
+        return step
 
     def _expire(self) -> None:
         for key, until_s in list(self._kept.items()):
@@ -564,14 +573,14 @@ class EngineLoop:
         self._kept.pop(key, None)
         self._senders.leave(key)
         self._receivers.leave(key)
-        running = None if self._ahead else self.microbatches.step_of(key, job.row)
+        running = None if self._ahead else self._step_of(job)
         if running is not None:
             running.left.append(job)
         else:
             if reason == "stop":
                 self._keep(job)
             self._rows.close(job)
-            self.microbatches.cancel(key)
+            self.batcher.cancel(key)
         self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
         times = replace(job.times, last_s=job.last_s)
         self._said.append((key, JobEnded(reason, times, problem, again, code)))

@@ -150,7 +150,7 @@ class JobEnded:
     times: JobTimes
     problem: str = ""
     again: bool = False
-    """It ended for want of a worker or of room: asked again, here or elsewhere, it may go well."""
+    """It ended for want of room: a retry, here or elsewhere, may succeed."""
     code: str = ""
     """A word for the problem, where others can act on it."""
 

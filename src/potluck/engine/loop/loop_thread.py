@@ -75,7 +75,6 @@ class LoopThread:
         self._refuse()
         if not self._thread.is_alive():
             self._loop.prefixes.flush()
-        self._loop.executor.shutdown()
 
     @property
     def _why(self) -> str:
@@ -166,7 +165,6 @@ class TimerLoop(LoopThread):
     def _end(self, ended: threading.Event | None = None) -> None:
         self._refuse()
         self._loop.prefixes.flush()
-        self._loop.executor.shutdown()
         if ended is not None:
             ended.set()
 

@@ -1,4 +1,4 @@
-"""The tensors behind the blocks: what the layers of one stage keep of every running sequence.
+"""The tensors behind the blocks: what the layers keep of every running sequence.
 
 Full and window layers keep a key and a value per token and head, latent layers one vector per token, linear layers a
 state per sequence: a matrix per head and the last inputs of the short convolution.
@@ -66,10 +66,10 @@ class LinearStates:
 Kept = Pages | LinearStates
 
 
-def windows_of(model: Model, first: int, last: int) -> tuple[int | None, ...]:
-    """The groups that the layers [first, last) make: everything first, then windows by size."""
+def windows_of(model: Model) -> tuple[int | None, ...]:
+    """The attention windows of a model's layers, each once: None (no window) first, then by size."""
     numbers: set[int | None] = set()
-    for layer in model.layers[first:last]:
+    for layer in model.layers:
         if isinstance(layer.attention, FullAttention):
             numbers.add(layer.attention.window)
         elif isinstance(layer.attention, LatentAttention):
@@ -77,14 +77,14 @@ def windows_of(model: Model, first: int, last: int) -> tuple[int | None, ...]:
     return tuple(sorted(numbers, key=lambda window: (window is not None, window or 0)))
 
 
-def groups_of(model: Model, first: int, last: int, size: RunnerSize) -> tuple[WindowGroup, ...]:
+def groups_of(model: Model, size: RunnerSize) -> tuple[WindowGroup, ...]:
     """Groups with their blocks: all where everything is kept, and for windows what all rows can need at once."""
 
     def blocks(window: int | None) -> int:
         most = ((window or 0) + size.max_chunk_tokens) // BLOCK_TOKENS + 2
         return size.blocks if window is None else min(size.blocks, most * size.rows)
 
-    return tuple(WindowGroup(window, blocks(window)) for window in windows_of(model, first, last))
+    return tuple(WindowGroup(window, blocks(window)) for window in windows_of(model))
 
 
 def _zeros(*shape: int) -> Tensor:
@@ -93,22 +93,19 @@ def _zeros(*shape: int) -> Tensor:
 
 
 class LayerCaches:
-    """The storage of layers [first, last). Layers write to it; nobody else but hand-overs does."""
+    """The storage of a model's layers. Only the layers and hand-overs write to it."""
 
     def __init__(
         self,
         model: Model,
-        first: int,
-        last: int,
         tables: BlockTables,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.tables, self.device, self.dtype = tables, device, dtype
-        self.first = first
         windows = [group.window for group in tables.groups]
         self.layers: list[Kept] = []
-        for layer in model.layers[first:last]:
+        for layer in model.layers:
             attention = layer.attention
             if isinstance(attention, LinearAttention):
                 conv = torch.zeros(
@@ -145,10 +142,9 @@ class LayerCaches:
         ]
 
     def layer(self, index: int) -> Kept:
-        if not self.first <= index < self.first + len(self.layers):
-            last = self.first + len(self.layers) - 1
-            raise InputError("layer", f"{index} is not one of this stage's {self.first} to {last}")
-        return self.layers[index - self.first]
+        if not 0 <= index < len(self.layers):
+            raise InputError("layer", f"{index} is not one of the model's 0 to {len(self.layers) - 1}")
+        return self.layers[index]
 
     def in_pieces(self, group: int) -> bool:
         """Whether steps of a group must be cut into pieces."""

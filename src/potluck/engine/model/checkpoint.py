@@ -1,8 +1,8 @@
 """Tensors by name: from safetensors files, or from a seed.
 
 Every layer asks a source for what it needs, by the name that Hugging Face gives it and with the shape that it must
-have, and for nothing else: so a stage of a pipeline reads only its own layers, and a file that is cut short, damaged
-or of another model is found out while loading, with one line that names the tensor.
+have, and for nothing else: so a file that is cut short, damaged or of another model is found out while loading, with
+one line that names the tensor.
 """
 
 from __future__ import annotations

@@ -166,11 +166,6 @@ def exactness(device: torch.device, dtype: torch.dtype, *, latent: bool = False)
     return Exactness(not latent or _latent_holds(dtype, torch.get_num_threads()), padding.name)
 
 
-def together(parts: list[Exactness]) -> Exactness:
-    names = sorted({part.products for part in parts})
-    return Exactness(all(part.holds for part in parts), "+".join(names))
-
-
 @cache
 def _found(dtype: torch.dtype, threads: int) -> RowPadding | None:
     with torch.inference_mode():

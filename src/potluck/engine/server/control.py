@@ -55,8 +55,6 @@ async def health(request: web.Request) -> web.Response:
         return web.json_response({"status": "failed", "problem": service.problem}, status=503)
     if service.draining:
         return web.json_response({"status": "draining"})
-    if service.degraded:
-        return web.json_response({"status": "degraded", "problem": service.degraded})
     return web.json_response({"status": "ok"})
 
 

@@ -138,12 +138,7 @@ class EngineService:
     @property
     def problem(self) -> str:
         """Why nothing can be served; empty when it can."""
-        return self.driver.problem or self._loop.executor.health()
-
-    @property
-    def degraded(self) -> str:
-        """What is missing though requests are served."""
-        return self._loop.executor.degraded()
+        return self.driver.problem
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
@@ -199,10 +194,10 @@ class EngineService:
     def status(self) -> EngineStatus:
         """Single figures read from another thread: each is right, together they may be a step apart."""
         loop, counters = self._loop, self._loop.counters
-        microbatches = loop.microbatches
+        batcher = loop.batcher
         mean_s, p99_s = step_times(counters)
-        problem, degraded = self.problem, self.degraded
-        state = "failed" if problem else "degraded" if degraded else "ready"
+        problem = self.problem
+        state = "failed" if problem else "ready"
         if self.draining and not problem:
             state = "drained" if loop.idle else "draining"
         return EngineStatus(
@@ -212,14 +207,14 @@ class EngineService:
             role=self.role,
             state=state,
             waiting=loop.waiting,
-            running=microbatches.running,
-            context_tokens=microbatches.held_tokens,
-            todo_tokens=microbatches.todo_tokens,
-            free_blocks=microbatches.free_blocks,
-            total_blocks=microbatches.limits.total_blocks,
-            block_tokens=microbatches.limits.block_tokens,
+            running=batcher.running,
+            context_tokens=batcher.held_tokens,
+            todo_tokens=batcher.todo_tokens,
+            free_blocks=batcher.free_blocks,
+            total_blocks=batcher.limits.total_blocks,
+            block_tokens=batcher.limits.block_tokens,
             max_tokens=self.most_tokens,
-            max_running=microbatches.limits.max_running,
+            max_running=batcher.limits.max_running,
             steps=counters.steps,
             step_mean_s=mean_s,
             step_p99_s=p99_s,
@@ -235,7 +230,7 @@ class EngineService:
             kv=self.kv_connector.address if self.kv_connector else "",
             kv_version=VERSION,
             links=self.kv_connector.reports() if self.kv_connector else (),
-            problem=problem or degraded,
+            problem=problem,
             notes=dict(loop.executor.notes()),
         )
 

@@ -24,7 +24,6 @@ from aiohttp.web_protocol import RequestHandler
 from potluck.api import http
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import FormatError
-from potluck.engine.compute.executor import WorkerLost
 from potluck.engine.loop.jobs import JobEnded
 from potluck.engine.loop.loop_thread import LoopStopped
 
@@ -263,9 +262,8 @@ def error_body(error: Exception) -> tuple[int, dict[str, object]]:
     code = param = None
     if known is not None:
         status, message, code, param = known.status, str(known), known.code, known.param
-    elif isinstance(error, LoopStopped | WorkerLost):
-        status, message = 503, str(error)
-        code = "failed" if isinstance(error, LoopStopped) else "try_again"
+    elif isinstance(error, LoopStopped):
+        status, message, code = 503, str(error), "failed"
     elif isinstance(error, web.HTTPException):
         status = error.status
         why = "the body is larger than this engine reads" if status == 413 else error.reason

@@ -43,7 +43,7 @@ COUNTS = ("waiting", "running", "todo_tokens", "context_tokens", "free_blocks", 
 LINK_NUMBERS = ("moved_bytes", "goodput_bytes_per_s", "queue_bytes", "retransmits")
 Wire = tuple[str, int]
 """How KV crosses between two regions as the plan has it: raw, int8 or int4, and over so many connections."""
-STATES = ("ready", "degraded", "draining", "drained", "failed")
+STATES = ("ready", "draining", "drained", "failed")
 
 
 @dataclass(frozen=True, slots=True)

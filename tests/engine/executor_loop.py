@@ -1,11 +1,8 @@
-"""Workers that stand ready as threads of this process, and a plain loop that generates with any executor."""
+"""A plain loop that generates with any executor, and models to run on it."""
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
 from engine_models import DENSE, FULL, LATENT, LINEAR, MOE, SHORT, prompt, stack
 
@@ -15,11 +12,7 @@ from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.compute.runner import Runner
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
-from potluck.engine.pipeline.launch import PipelineStage, WorkerPlace, launch, parse_stages
-from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
-from potluck.engine.pipeline.worker import serve
 
-SECRET = b"a secret of the tests, long enough"
 SEED = 7
 SIZE = RunnerSize(12, 400, 512, 256)
 HYBRID = stack((LINEAR, DENSE), (FULL, MOE), (SHORT, DENSE), (LATENT, DENSE), (FULL, DENSE))
@@ -30,37 +23,6 @@ GREEDY = Sampling()
 
 def local(config: EngineModelConfig) -> LocalExecutor:
     return LocalExecutor(Runner(config, RandomSource(SEED), SIZE), SIZE)
-
-
-def standing(count: int) -> list[tuple[str, int]]:
-    """Addresses of workers that serve one driver after another."""
-    result = []
-    for _ in range(count):
-        listener = socket.create_server(("127.0.0.1", 0))
-        result.append(("127.0.0.1", listener.getsockname()[1]))
-        threading.Thread(target=serve, args=(listener, SECRET, True), daemon=True).start()
-    return result
-
-
-def placed(text: str, addresses: Sequence[tuple[str, int]]) -> list[PipelineStage]:
-    """Stages with the next addresses for their workers."""
-    left = list(addresses)
-    return [
-        replace(stage, places=tuple(replace(place, address=left.pop(0)) for place in stage.places))
-        for stage in parse_stages(text)
-    ]
-
-
-def pipeline(
-    config: EngineModelConfig, text: str, addresses: Sequence[tuple[str, int]], **more: object
-) -> PipelineExecutor:
-    stages = placed(text, addresses)
-    return launch(config, stages, SIZE, seed=SEED, secret=SECRET, wait_s=20.0, worth_tokens=2, **more)  # type: ignore[arg-type]
-
-
-def weighted(stage: PipelineStage, *weights: float) -> PipelineStage:
-    places: list[WorkerPlace] = [replace(p, weight=w) for p, w in zip(stage.places, weights, strict=True)]
-    return replace(stage, places=tuple(places))
 
 
 class Loop:

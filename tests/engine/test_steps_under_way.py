@@ -1,4 +1,4 @@
-"""Several steps under way at once: the same tokens, whoever leaves or is lost meanwhile, and nothing left behind."""
+"""Steps that stay under way between turns: the same tokens, whatever ends meanwhile, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from engine_models import KINDS, VOCAB, prompt
-from loop_helpers import LoopHarness, alone, harness
+from loop_helpers import LoopHarness, harness
 
-from potluck.core.replica.batch import BatchLimits, BatchStep
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.executor import (
-    CacheExport,
     RunnerSize,
     SequenceWork,
     StepInputs,
     TokenDraw,
-    WorkerLost,
     last_drawn,
 )
 from potluck.engine.compute.handover import ranges
@@ -26,7 +23,6 @@ from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.compute.runner import Runner
 from potluck.engine.loop import engine_loop
 from potluck.engine.loop.jobs import OutputToken
-from potluck.engine.loop.microbatches import Microbatches, RunningStep
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.kv.assembly import MissingParts
 
@@ -36,13 +32,9 @@ SIZE = RunnerSize(24, 1000, 1024, 512)
 class Late(LocalExecutor):
     """Steps are computed when they are awaited; touching a row that is under way is an error."""
 
-    microbatches = 3
-
     def __init__(self, kind: str, size: RunnerSize = SIZE) -> None:
         super().__init__(Runner(KINDS[kind], RandomSource(7), size), size)
         self.under_way: set[int] = set()
-        self.most_at_once = 0
-        self.lose: Callable[[set[int]], Sequence[int]] = lambda _: ()
 
     def step(self, works: Sequence[SequenceWork], draws: Sequence[TokenDraw]) -> list[SampledToken]:
         return super().begin(StepInputs(works, draws))()
@@ -51,13 +43,9 @@ class Late(LocalExecutor):
         mine = {work.row for work in step.works}
         assert not mine & self.under_way
         self.under_way |= mine
-        self.most_at_once = max(self.most_at_once, len(self.under_way))
 
         def land() -> list[SampledToken]:
             self.under_way -= mine
-            lost = self.lose(mine)
-            if lost:
-                raise WorkerLost(lost, "worker 2 is gone")
             return super(Late, self).begin(step)()
 
         return land
@@ -71,33 +59,26 @@ class Late(LocalExecutor):
         super().grow(row, tokens, since)
 
 
-def late(kind: str, **fields: int) -> LoopHarness:
-    return LoopHarness(KINDS[kind], executor=Late(kind), **fields)  # type: ignore[arg-type]
+def late(kind: str, **fields: float) -> LoopHarness:
+    return LoopHarness(KINDS[kind], executor=Late(kind), awaits=False, **fields)  # type: ignore[arg-type]
 
 
 ASKS = [(length, output) for length in (1, 30, 77, 150) for output in (1, 9, 20)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_do_not_depend_on_microbatches(kind: str) -> None:
+def test_steps_under_way_between_turns_draw_the_same_tokens(kind: str) -> None:
     engine, plain = late(kind, chunk=40, prefix_bytes=200_000), harness(kind)
     keys = [engine.submit(prompt(length, output), output) for length, output in ASKS]
     engine.run()
-    assert engine.executor.most_at_once > len(ASKS) / 2  # type: ignore[attr-defined]
     for key, (length, output) in zip(keys, ASKS, strict=True):
         assert engine.tokens(key) == plain.answer(prompt(length, output), output)
     assert engine.loop.counters.checks
 
 
-def test_lone_request_runs_in_any_microbatch() -> None:
-    engine = late("full")
-    assert [len(engine.answer(prompt(20), 5)) for _ in range(7)] == [5] * 7
-    assert engine.loop.idle
-
-
 def test_requests_that_end_during_a_step_leave_nothing_behind() -> None:
     chance = random.Random(3)
-    engine = LoopHarness(KINDS["hybrid"], executor=Late("hybrid"), blocks=200, lease_s=0.3)
+    engine = late("hybrid", blocks=200, lease_s=0.3)
     keys: list[int] = []
     for _ in range(120):
         tokens = prompt(chance.randrange(2, 90), chance.randrange(4))
@@ -132,45 +113,6 @@ def test_receiver_may_attach_at_any_step(turns: int) -> None:
     for chunk in sender.chunks(source):
         books.take(chunk)
     books.must_be_whole()
-
-
-def test_lost_rows_end_in_every_microbatch() -> None:
-    """Two of the rows that one step finds gone are under way in other lanes' steps."""
-    engine = late("full")
-    keys = [engine.submit(prompt(20, place), 12) for place in range(9)]
-    for _ in range(6):
-        engine.turn()
-    executor = engine.executor
-    assert isinstance(executor, Late)
-    gone: set[int] = set()
-
-    def lose(mine: set[int]) -> Sequence[int]:
-        if not gone:
-            gone.update([min(mine), *sorted(executor.under_way)[:2]])
-            return sorted(gone)
-        return sorted(gone & mine)
-
-    executor.lose = lose
-    engine.run()
-    reasons = [engine.end(key).reason for key in keys]
-    assert reasons.count("error") == len(gone) == 3
-    assert reasons.count("length") == 6
-    for place, (key, reason) in enumerate(zip(keys, reasons, strict=True)):
-        if reason == "length":
-            assert engine.tokens(key) == alone("full", 20, 12, place)
-    assert engine.loop.idle
-
-
-def test_lost_rows_of_a_step_are_removed_with_their_draws_and_exports() -> None:
-    works = [SequenceWork(row, 0, [1], "none" if row == 2 else "last") for row in (1, 2, 3)]
-    draws = [TokenDraw(Sampling(seed=row), 1) for row in (1, 3)]
-    req = RunningStep(BatchStep([], 3, 0, 0, []), 0.0, works, draws, [CacheExport(2, 0, 1)])
-    assert req.lost(WorkerLost([2, 9], "gone")) == {2, 9}
-    assert req.lost(WorkerLost([9], "gone")) == req.lost(RuntimeError()) | {9} == {1, 2, 3, 9}
-    req.without({1})
-    assert (req.works, req.draws, req.drawn) == (works[1:], draws[1:], [3])
-    req.without({2, 9})
-    assert (req.works, req.draws, req.exports, req.tokens) == (works[2:], draws[1:], [], 1)
 
 
 CUTS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.8}, {"logprobs": 2}, {"presence_penalty": 1.5})
@@ -216,25 +158,6 @@ def test_steps_begun_ahead_give_equal_tokens(kind: str, seed: int, monkeypatch: 
         assert plain.end(key).reason == ahead.end(key).reason
     assert {"stop", "length", "cancelled", "handed_on"} <= ahead.loop.counters.ended.keys()
     assert ahead.loop.counters.preemptions > 0
-
-
-def test_microbatch_count_is_limited_by_the_longest_request() -> None:
-    limits = BatchLimits(100, 64, 10)
-    counts = [len(Microbatches(limits, 4, tokens).all) for tokens in (1600, 801, 800, 400, 16)]
-    assert counts == [1, 1, 2, 4, 4]
-    assert len(Microbatches(BatchLimits(100, 64, 2), 4, 16).all) == 2
-    lanes = Microbatches(limits, 3, 100)
-    assert (lanes.limits.total_blocks, lanes.limits.max_running, lanes.most_tokens) == (99, 9, 33 * 16)
-    for key in range(6):
-        lanes.add(key, 10, 0, 5, 0)
-    assert [len(lane.batcher.keys()) for lane in lanes.all] == [2, 2, 2]
-    assert lanes.reserve(9, 500)
-    assert not lanes.reserve(10, 530)
-    lanes.cancel(9)
-    for key in (*range(6), 77):
-        lanes.cancel(key)
-    assert lanes.free_blocks == 99
-    assert not lanes.keys()
 
 
 def test_stopped_engine_refuses_every_later_request() -> None:
