@@ -3,7 +3,7 @@
     troubles  a cable is pulled and put in again (cut), carries next to nothing for a while (slow: the engine is given
               up), or too little (crawls: it is sent less); an engine dies (killed) and an older release is started in
               its place (older), whose KV crosses in another format
-    upgrade   every engine through `potluck upgrade`, then both gateways by successors that take their ports
+    upgrade   every engine through `potluck fleet upgrade`, then both gateways by successors that take their ports
     beside    two gateways in the place of one: how right limits of keys and affinity to caches are then
 
 Engines are mocks; all speak TLS, one engine's clock is a day behind. `wrong` counts answers that differ from those of
@@ -106,10 +106,10 @@ def upgraded(quick: bool) -> dict[str, float]:
 
 def upgrade(fleet: HostsFleet) -> None:
     message = ("--at", fleet.gateways[0].admin, "--key-file", str(fleet.folder / "admin.key"))
-    command = [*POTLUCK, "upgrade", *message, "--ca", str(fleet.authority)]
+    command = [*POTLUCK, "fleet", "upgrade", *message, "--ca", str(fleet.authority)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"potluck upgrade: {done.stderr}")
+        raise RuntimeError(f"potluck fleet upgrade: {done.stderr}")
 
 
 PARTS = {"troubles": troubled, "upgrade": upgraded, "beside": beside}

@@ -33,5 +33,5 @@ def test_command_accepts_json_and_documents_it(name: str) -> None:
 
 
 def test_json_option_test_covers_all_commands() -> None:
-    assert {"up", "status", "top", "logs", "down", "upgrade"} <= ALL.keys()
+    assert {"up", "status", "top", "logs", "down", "fleet upgrade"} <= ALL.keys()
     assert {"keys add", "keys open", "trace convert"} <= ALL.keys()

@@ -55,7 +55,7 @@ def test_first_key_warns_that_clients_need_keys_and_open_reverts_it(
     out, err = _keys(capsys, state, "add", "ann")
     assert err == (
         "potluck: from now on every client of this service needs a key; "
-        "`potluck keys open` lets those without one in again\n"
+        "`potluck keys open` allows requests without one\n"
     )
     ann = out.split()[-1]
     assert not _accepts_key(state)
@@ -66,11 +66,11 @@ def test_first_key_warns_that_clients_need_keys_and_open_reverts_it(
     out, err = _keys(capsys, state, "revoke", "ann")
     assert err == "", "bob still gets in"
     out, err = _keys(capsys, state, "revoke", "bob")
-    assert "nobody gets in; `potluck keys add NAME` makes a key, `potluck keys open`" in err
+    assert "all requests are refused; `potluck keys add NAME` makes a key, `potluck keys open`" in err
     assert not _accepts_key(state, ann)
-    assert "nobody gets in" in _keys(capsys, state, "list")[0]
+    assert "all requests are refused" in _keys(capsys, state, "list")[0]
     out, _ = _keys(capsys, state, "open")
-    assert out == "clients without a key are let in; `potluck keys close` ends that\n"
+    assert out == "requests without a key are allowed; `potluck keys close` ends that\n"
     assert _accepts_key(state)
     assert "already; nothing changed" in _keys(capsys, state, "open")[0]
     assert json.loads(_keys(capsys, state, "list", "--json")[0])["open"]
@@ -151,7 +151,7 @@ def test_key_class_unknown_to_the_service_is_refused(state: Path, capsys: pytest
 def test_keys_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = json.loads(_keys(capsys, state, "add", "ann", "--json")[0])["key"]
     assert json.loads(_keys(capsys, state, "open", "--json")[0]) == {"open": True, "changed": True}
-    assert "clients without a key are let in" in _keys(capsys, state, "list")[0]
+    assert "requests without a key are allowed" in _keys(capsys, state, "list")[0]
     ring = KeyRing(state / KEY_FILE, 0.0, lambda: NOW_S, may_open=True)
     shown = ring.shown(f"Bearer {key}".encode(), 0.0)
     assert shown is not None
@@ -172,7 +172,7 @@ def test_keys_open_is_refused_for_a_gateway_reachable_from_outside(
     store = StateStore(state / "state.db")
     _keys(capsys, state, "add", "ann")
     store.set("gateway", {**store.get("gateway"), "host": "0.0.0.0"})
-    assert "listens at 0.0.0.0, where others can reach it" in _keys(capsys, state, "open", rc=1)[1]
+    assert "listens at 0.0.0.0, which other hosts can reach" in _keys(capsys, state, "open", rc=1)[1]
     assert not _accepts_key(state)
     store.close()
 
@@ -239,8 +239,8 @@ def test_commands_without_a_valid_key_report_that_one_is_needed(
     assert f"--key: {locked_url} asks for one" in capsys.readouterr().err
     assert run(["bench", locked_url, "--key", "wrong"]) == 2
     assert f"--key: {locked_url} does not take this one" in capsys.readouterr().err
-    for command in (["cordon", "x"], ["uncordon", "x"], ["upgrade"]):
+    for command in (["fleet", "cordon", "x"], ["fleet", "uncordon", "x"], ["fleet", "upgrade"]):
         assert run([*command, "--at", locked_url]) == 2
         assert f"--key-file: is needed: the gateway at {locked_url}" in capsys.readouterr().err
-    assert run(["cordon", "x", "--at", "nonsense"]) == 2
+    assert run(["fleet", "cordon", "x", "--at", "nonsense"]) == 2
     assert "--at: 'nonsense' is no address" in capsys.readouterr().err

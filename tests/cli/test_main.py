@@ -86,7 +86,7 @@ def test_invalid_usage_is_reported_in_one_line(
 
 def test_missing_command_shows_the_help_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.run([]) == 2
-    assert "Commands:" in capsys.readouterr().err
+    assert "Exit codes:" in capsys.readouterr().err
 
 
 def test_project_errors_are_printed_as_lines_without_traceback(

@@ -51,9 +51,7 @@ def test_logs_json_lists_engines_and_lines(folder: Path, capsys: pytest.CaptureF
         {"name": "words-1", "line": "first"},
         {"name": "words-1", "line": "second"},
     ]
-    assert "t@east#1/0 has written nothing yet" in output_of(
-        capsys, "logs", "east#1/0", "--state", folder, rc=1
-    )
+    assert "t@east#1/0 has no log yet" in output_of(capsys, "logs", "east#1/0", "--state", folder, rc=1)
 
 
 def test_down_json_lists_the_ended_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

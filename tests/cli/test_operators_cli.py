@@ -160,7 +160,7 @@ def test_status_shows_running_and_missing_replicas_with_reasons(
     assert [item["kind"] for item in document["notes"]] == ["start"]
 
 
-@pytest.mark.parametrize("command", ["status", "top --once", "drain x", "scale t@east=1", "down"])
+@pytest.mark.parametrize("command", ["status", "top --once", "fleet drain x", "fleet scale t@east=1", "down"])
 def test_operator_commands_without_a_service_fail_in_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +182,7 @@ def test_status_of_a_lost_gateway_shows_its_last_wanted_replicas(
     store.set("wanted", {"replicas": [{"id": "t@east#2/0", "model": "words"}]})
     store.close()
     text = output_of(capsys, "status", "--state", folder)
-    assert "gateway is gone, controller runs" in text
+    assert "gateway DOWN, controller up" in text
     assert "missing: t@east#2/0: no engine is there for it" in text
     assert "no gateway runs" in output_of(capsys, "top", "--once", "--state", folder, rc=1)
     assert admin_port.asked == []
@@ -226,29 +226,35 @@ def test_cordon_is_sent_to_the_gateway_for_a_replica_or_a_host(
     folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("east#0/0", "words-1"):
-        text = output_of(capsys, "cordon", name, "--state", folder)
-        assert text == "t@east#0/0 is sent nothing new\ncordoned: h:1\n"
+        text = output_of(capsys, "fleet", "cordon", name, "--state", folder)
+        assert text == "t@east#0/0 gets no new requests\ncordoned: h:1\n"
         assert admin_port.asked[-1] == ("POST /cordon", {"replica": "t@east#0/0"})
     at = ("--at", admin_port.url, "--key-file", folder / "admin.key")
-    assert "is sent requests again" in output_of(capsys, "uncordon", "east#0/0", *at)
+    assert "gets new requests again" in output_of(capsys, "fleet", "uncordon", "east#0/0", *at)
     assert admin_port.asked[-1] == ("POST /uncordon", {"replica": "t@east#0/0"})
-    assert json.loads(output_of(capsys, "cordon", "10.0.0.5", *at, "--json"))["cordoned"] == ["h:1"]
+    assert json.loads(output_of(capsys, "fleet", "cordon", "10.0.0.5", *at, "--json"))["cordoned"] == ["h:1"]
     assert admin_port.asked[-1] == ("POST /cordon", {"node": "10.0.0.5"})
-    assert "is a part of several" in output_of(capsys, "cordon", "east", "--state", folder, rc=2)
-    assert "leave out --state" in output_of(capsys, "cordon", "x", *at, "--state", folder, rc=2)
+    assert "is a part of several" in output_of(capsys, "fleet", "cordon", "east", "--state", folder, rc=2)
+    assert "leave out --state" in output_of(capsys, "fleet", "cordon", "x", *at, "--state", folder, rc=2)
 
 
 def test_drain_is_sent_to_the_gateway_and_marks_its_engine_as_leaving(
     folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "replica: unknown 'x'" in output_of(capsys, "drain", "t@east#1/0", "--state", folder, rc=2)
+    assert "replica: unknown 'x'" in output_of(
+        capsys, "fleet", "drain", "t@east#1/0", "--state", folder, rc=2
+    )
     store = StateStore(folder / "state.db")
     assert leaving(store) == frozenset()
-    assert "is a part of several" in output_of(capsys, "drain", "east", "--state", folder, rc=2)
-    assert "did you mean 't@east#" in output_of(capsys, "drain", "t@east#2/0", "--state", folder, rc=2)
+    assert "is a part of several" in output_of(capsys, "fleet", "drain", "east", "--state", folder, rc=2)
+    assert "did you mean 't@east#" in output_of(
+        capsys, "fleet", "drain", "t@east#2/0", "--state", folder, rc=2
+    )
     assert len(admin_port.asked) == 1
     for name in ("t@east#0/0", "#0/0", "words-1"):
-        assert "t@east#0/0 drains; 3 requests are open" in output_of(capsys, "drain", name, "--state", folder)
+        assert "t@east#0/0 is draining; 3 open requests" in output_of(
+            capsys, "fleet", "drain", name, "--state", folder
+        )
     assert admin_port.asked[-1] == ("POST /drain", {"replica": "t@east#0/0"})
     assert leaving(store) == {"words-1"}
     last = store.happenings()[-1]
@@ -258,19 +264,19 @@ def test_drain_is_sent_to_the_gateway_and_marks_its_engine_as_leaving(
 def test_flip_reports_how_long_the_role_holds(
     folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = output_of(capsys, "flip", "t@east#0/0", "decode", "--state", folder)
-    assert "is decode until you flip it back to prefill" in text
+    text = output_of(capsys, "fleet", "flip", "t@east#0/0", "decode", "--state", folder)
+    assert "is decode until it is flipped back to prefill" in text
     assert admin_port.asked == [("POST /flip", {"replica": "t@east#0/0", "role": "decode"})]
     assert "by hand" in output_of(capsys, "events", "--state", folder)
-    assert "mixed" in output_of(capsys, "flip", "t@east#0/0", "mixed", "--state", folder, rc=2)
+    assert "mixed" in output_of(capsys, "fleet", "flip", "t@east#0/0", "mixed", "--state", folder, rc=2)
 
 
 def test_scale_makes_a_plan_version_that_holds_until_auto(
     folder: Path, admin_port: AdminPort, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = output_of(capsys, "scale", "t@east=3", "--state", folder)
+    text = output_of(capsys, "fleet", "scale", "t@east=3", "--state", folder)
     assert "plan 2: t@east=3, $2.25/h (was $1.50/h)" in text
-    assert "scaling (cauchy) goes on from there" in text
+    assert "scaling (cauchy) continues from there" in text
     what, body = admin_port.asked[-1]
     assert what == "PUT /plan?why=by%20hand%3A%20t%40east%3D3&version=2", "one number everywhere"
     assert plan_from_json(json.dumps(body)).deployments == (Deployment("t", "east", 3),)
@@ -278,15 +284,15 @@ def test_scale_makes_a_plan_version_that_holds_until_auto(
     newest = store.plan()
     assert newest is not None
     assert (newest.version, newest.reason) == (2, "by hand: t@east=3")
-    assert "nothing changed" in output_of(capsys, "scale", "t@east=3", "--state", folder)
-    text = output_of(capsys, "scale", "--auto", "--state", folder)
-    assert "plan 3: the planner's plan 1 holds again, $1.50/h (was $2.25/h)" in text
+    assert "nothing changed" in output_of(capsys, "fleet", "scale", "t@east=3", "--state", folder)
+    text = output_of(capsys, "fleet", "scale", "--auto", "--state", folder)
+    assert "plan 3: back to the planner's plan 1, $1.50/h (was $2.25/h)" in text
     what, body = admin_port.asked[-1]
     assert what == "PUT /plan?why=handed%20back%3A%20as%20version%201&version=3"
     assert plan_from_json(json.dumps(body)) == PLAN, "as it was before any was made by hand"
     assert (store.plan() or newest).plan == PLAN
-    assert "nothing changed" in output_of(capsys, "scale", "--auto", "--state", folder)
-    assert "nothing is left to serve words" in output_of(capsys, "scale", "t@east=0", "--state", folder)
+    assert "nothing changed" in output_of(capsys, "fleet", "scale", "--auto", "--state", folder)
+    assert "no copy is left for words" in output_of(capsys, "fleet", "scale", "t@east=0", "--state", folder)
     for wrong, line in (
         ("t@east", "not of that form"),
         ("u@east=1", "unknown 'u'"),
@@ -295,9 +301,9 @@ def test_scale_makes_a_plan_version_that_holds_until_auto(
         ("t@east=99", "COUNT: 99 cannot be had: east has 4 x 1xA10, enough for 4; ask for 4 at most"),
     ):
         before = len(admin_port.asked)
-        assert line in output_of(capsys, "scale", wrong, "--state", folder, rc=2)
+        assert line in output_of(capsys, "fleet", "scale", wrong, "--state", folder, rc=2)
         assert len(admin_port.asked) == before, "nothing was told"
-    assert "and not both" in output_of(capsys, "scale", "--state", folder, rc=2)
+    assert "and not both" in output_of(capsys, "fleet", "scale", "--state", folder, rc=2)
 
 
 def _sleeping_process(folder: Path, name: str, **marks: str) -> ProcessId:
@@ -360,7 +366,13 @@ def test_only_running_service_is_selected_without_a_name(
     for name in ("one", "three"):
         (home / name).unlink()
     StateStore(home / "four" / "state.db").close()
-    for command in (["status"], ["top", "--once"], ["down"], ["cordon", "x"], ["events", "--follow"]):
+    for command in (
+        ["status"],
+        ["top", "--once"],
+        ["down"],
+        ["fleet", "cordon", "x"],
+        ["events", "--follow"],
+    ):
         assert output_of(capsys, *command, rc=1) == "potluck: nothing runs; start it with `potluck up`\n"
     assert "nothing runs now, and several have ended: " in output_of(capsys, "logs", rc=2)
 
@@ -375,7 +387,7 @@ def test_engines_without_a_controller_are_found_as_running(
     try:
         place = {"pid": engine.number, "started": engine.started}
         store.put(EngineInstance("w-1", EngineSpec("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
-        assert "gateway is gone, controller is gone" in output_of(capsys, "status")
+        assert "gateway DOWN, controller DOWN" in output_of(capsys, "status")
         assert output_of(capsys, "down") == "stopped\n"
         assert not alive(engine)
     finally:

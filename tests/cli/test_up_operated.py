@@ -30,14 +30,14 @@ def service(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]
 
 def _cordoned(capsys: pytest.CaptureFixture[str], state: Path, url: str, load: tuple[str, ...]) -> None:
     """A replica that gets nothing new while the other serves, and is not replaced."""
-    output_of(capsys, "cordon", "unit1@near#1/0", "--state", state)
+    output_of(capsys, "fleet", "cordon", "unit1@near#1/0", "--state", state)
     assert json.loads(output_of(capsys, "bench", url, "--rate", "20", *load, "--json"))["answered"] == 8
     document = json.loads(output_of(capsys, "status", "--json", "--state", state))
     assert [(item["replica"], item["cordoned"]) for item in document["replicas"]] == [
         ("unit0@near#0/0", False),
         ("unit1@near#1/0", True),
     ]
-    assert "cordoned: nothing" in output_of(capsys, "uncordon", "unit1@near#1/0", "--state", state)
+    assert "cordoned: nothing" in output_of(capsys, "fleet", "uncordon", "unit1@near#1/0", "--state", state)
 
 
 @pytest.mark.slow
@@ -58,7 +58,9 @@ def test_service_is_watched_loaded_drained_and_stopped(
     bench = json.loads(output_of(capsys, "bench", url, "--rate", "20", *load, "--json"))
     assert (bench["loop"], bench["answered"], bench["attainment"]) == ("open", 8, 1.0)
     assert bench["output_tokens"] == 32
-    assert "closed loop, 2 at once" in output_of(capsys, "bench", url, "--concurrency", "2", *load)
+    assert "closed loop, 2 concurrent requests" in output_of(
+        capsys, "bench", url, "--concurrency", "2", *load
+    )
     while True:  # records are written every second
         rows = json.loads(output_of(capsys, "usage", "--json", "--state", state))
         if rows and rows[0]["requests"] == 16:
@@ -70,7 +72,7 @@ def test_service_is_watched_loaded_drained_and_stopped(
     _cordoned(capsys, state, url, load)
     store = StateStore(state / "state.db")
     engines = {instance.replica: instance.name for instance in store.instances()}
-    output_of(capsys, "drain", "unit0@near#0/0", "--state", state)
+    output_of(capsys, "fleet", "drain", "unit0@near#0/0", "--state", state)
     until_s = time.monotonic() + WITHIN_S
     while True:  # until a fresh engine has taken its place
         document = json.loads(output_of(capsys, "status", "--json", "--state", state))
@@ -112,9 +114,9 @@ def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: StateSt
     assert first is not None
     assert _versions(capsys, state) == {newest.version}
     template = newest.plan.templates[0].name
-    assert run(["scale", f"{template}@near=1000", "--state", str(state)]) == 2
+    assert run(["fleet", "scale", f"{template}@near=1000", "--state", str(state)]) == 2
     assert "1000 cannot be had: near has " in capsys.readouterr().err
-    body = json.loads(output_of(capsys, "scale", "--auto", "--json", "--state", state))
+    body = json.loads(output_of(capsys, "fleet", "scale", "--auto", "--json", "--state", state))
     assert (body["version"], body["as_version"]) == (newest.version + 1, 1)
     after = store.plan()
     assert after is not None

@@ -274,7 +274,7 @@ def test_skypilot_tasks_install_mount_and_stay_in_their_region(tmp_path: Path) -
 def test_settings_left_out_of_the_export_are_listed(tmp_path: Path, kind: str) -> None:
     done = exported(tmp_path, kind, "--json", made=on("1xL4", 32))
     lines = json.loads(done.stdout)["left_out"]
-    assert [f"potluck: left out: {line}" for line in lines] == done.stderr.splitlines()
+    assert [f"potluck: to do: {line}" for line in lines] == done.stderr.splitlines()
     about = {line.split(" ")[0].rstrip(":") for line in lines}
     all_of_them = {"weights", "spot", "TLS"}
     own = {

@@ -1,4 +1,4 @@
-"""`potluck upgrade` over processes of this machine: engines and the gateway are replaced while requests come."""
+"""`potluck fleet upgrade` over local processes: engines and the gateway are replaced while requests arrive."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_upgrade_replaces_engines_and_gateway_without_failed_requests(tmp_path: 
         upkeep, load = Upkeep(fleet, fleet.restart), Load(fleet, 4.0)
         upkeep.start()
         load.start()
-        refused = CliRunner().invoke(cli, ["upgrade", "--at", fleet.admin])
+        refused = CliRunner().invoke(cli, ["fleet", "upgrade", "--at", fleet.admin])
         assert isinstance(refused.exception, InputError), "at once: to ask again would be in vain"
-        done = CliRunner().invoke(cli, ["upgrade", "--at", fleet.admin, "--key-file", str(key)])
+        done = CliRunner().invoke(cli, ["fleet", "upgrade", "--at", fleet.admin, "--key-file", str(key)])
         assert done.exit_code == 0, done.output
         assert done.output.splitlines()[-1] == "2 copies were replaced"
         assert all(item is not None and item.poll() == 0 for item in first), "both ended by themselves"

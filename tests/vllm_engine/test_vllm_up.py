@@ -328,7 +328,7 @@ def test_kill_and_role_flip_under_load_change_no_answer(service: tuple[Up, Plain
         for _ in range(count // 6):
             done.acquire()
         up.kill(str(before[victim]["engine"]))  # in the middle of answers
-        up.cli("flip", flipped, "decode")
+        up.cli("fleet", "flip", flipped, "decode")
         outcome = [item.result(WITHIN_S) for item in asked]
     below = f"http://127.0.0.1:{plain.port}"
     with ThreadPoolExecutor(8) as threads:

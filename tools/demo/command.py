@@ -193,8 +193,8 @@ class _Day:
         if self.ready or not turn.wanted or turn.up < turn.wanted or not self.stand.ready:
             return
         self.ready = True
-        self.say(f"A day in {self.seconds:g} s or a little more. Watch it at {self.stand.client.url}/")
-        self.say(f"  (orders there need the key in {self.stand.key_file})")
+        self.say(f"A day in {self.seconds:g} s or a little more. Operator page: {self.stand.client.url}/")
+        self.say(f"  (changes there need the key in {self.stand.key_file})")
         self.story = threading.Thread(target=self._story, name="potluck-demo", daemon=True)
         self.story.start()
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_REQUESTS = 100
-MOST_REQUESTS = 1_000_000
+MAX_REQUESTS = 1_000_000
 KEY_VARIABLE = "OPENAI_API_KEY"
-ASK_S = 10.0
-LATE_S = 0.05  # A client that was later than this is said to have been.
-UNSAID_S = 1e9  # An objective that nothing misses.
+MODELS_TIMEOUT_S = 10.0
+REPORTED_LATENESS_S = 0.05  # Lateness of the client that is reported.
+UNLIMITED_S = 1e9  # A latency limit that is always met.
 TIMES, SHARES = ("ttft", "tpot", "e2e"), ("attainment", "share")
 _TIME = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<unit>ms|s)\Z")
 _SHARE = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<percent>%?)\Z")
@@ -44,42 +44,45 @@ Row = tuple[float, str, int, int]
 
 @click.command()
 @argument("url", required=False)
-@option("--model", help="Which one; else the server's first.")
-@option("--rate", "rate_per_s", type=float, help="Open loop: requests/s, with times of chance.")
-@option("--workload", metavar="NAME|FILE", help="Open loop: a trace, or a workload of the catalog.")
-@option("--concurrency", type=click.IntRange(1, 10_000), help="Closed loop: so many at once (1 unless told).")
-@option("--requests", type=click.IntRange(1, MOST_REQUESTS), help=f"{DEFAULT_REQUESTS}; a trace: all.")
-@option("--seconds", type=click.FloatRange(0.1, 86_400), help="Send nothing new after this.")
-@option("--input", "prompt", type=click.IntRange(1, 1_000_000), default=256)
-@option("--output", type=click.IntRange(1, 1_000_000), default=64)
+@option("--model", help="Model name. Default: the server's first.")
+@option("--rate", "rate_per_s", type=float, help="Open loop: Poisson arrivals at this rate in req/s.")
+@option("--workload", metavar="NAME|FILE", help="Open loop: a trace file or a catalog workload.")
+@option("--concurrency", type=click.IntRange(1, 10_000), help="Closed loop: concurrent requests. Default: 1.")
+@option(
+    "--requests",
+    type=click.IntRange(1, MAX_REQUESTS),
+    help=f"Number of requests. Default: {DEFAULT_REQUESTS}, or the whole trace.",
+)
+@option("--seconds", type=click.FloatRange(0.1, 86_400), help="Send no new requests after this time.")
+@option("--input", "prompt", type=click.IntRange(1, 1_000_000), default=256, help="Prompt tokens.")
+@option("--output", type=click.IntRange(1, 1_000_000), default=64, help="Output tokens.")
 @option(
     "--prompts",
     "style",
     type=click.Choice(["ids", "text", "chat"]),
     default="ids",
-    help="Token ids (exact lengths), text or a chat.",
+    help="Send token ids (exact lengths), text or chat messages.",
 )
-@option("--until-eos", is_flag=True, help="Let answers end by themselves; not all servers know ignore_eos.")
+@option("--until-eos", is_flag=True, help="Do not send ignore_eos, which some servers lack.")
 @option(
     "--slo",
     "slo_text",
     metavar="ttft=2s,tpot=50ms,attainment=0.95",
-    help="A promise, of TTFT, TPOT or E2E for a share of requests (0.9 unless told): exit code 3 when it is missed.",
+    help="SLO of TTFT, TPOT or E2E; attainment is the target share (default 0.9). Exit code 3 if missed.",
 )
-@option("--timeout", "within_s", type=click.FloatRange(0.1), default=600.0)
-@option("--seed", type=int, default=0)
-@option("--key", help=f"API key; else ${KEY_VARIABLE}.")
-@option("--json", "as_json", is_flag=True, help="For machines.")
+@option("--timeout", "within_s", type=click.FloatRange(0.1), default=600.0, help="Seconds per request.")
+@option("--seed", type=int, default=0, help="Random seed.")
+@option("--key", help=f"API key. Default: ${KEY_VARIABLE}.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(url: str | None, slo_text: str | None, as_json: bool, **options: Any) -> None:
-    """Send requests to the OpenAI server at URL and measure TTFT, TPOT and the whole time of each.
+    """Send requests to the OpenAI server at URL and measure TTFT, TPOT and E2E latency.
 
-    Without a URL it is the service that runs here, or port 8000.
+    The default URL is that of the running service, or port 8000.
 
-    In an open loop (--rate, --workload) requests come when they come, and times count from when each should have
-    been sent. In a closed loop (--concurrency) a slow server is asked less: latencies then look better than users
-    would find them.
+    Open loop (--rate, --workload): latencies count from the scheduled send time. Closed loop (--concurrency): a slow
+    server gets fewer requests, so latencies look better than users would see them.
 
-    Exits with 1 where no request at all was answered, with 3 where a promise of --slo is not kept.
+    Exit code 1: no request was answered. Exit code 3: the SLO of --slo is missed.
 
     \b
     Examples:
@@ -120,13 +123,13 @@ def bench(url: str | None, slo_text: str | None, as_json: bool, **options: Any) 
 
 
 def _keep(result: LoadResult, slo: Slo | None, as_json: bool) -> None:
-    """A promise that is not kept is an exit code, and the last line."""
+    """Exit with 3 where the SLO is missed, after a last line that says so."""
     attained = result.attainment or 0.0
     if slo is None or attained >= slo.attainment:
         return
     if not as_json:
-        kept, promised = render.percent(attained, slo.attainment), render.percent(slo.attainment)
-        click.echo(f"promise missed: {kept} of all requests in time, {promised} promised")
+        attainment = render.percent(attained, slo.attainment)
+        click.echo(f"SLO missed: attainment {attainment}, target {100 * slo.attainment:g} %")
     missed()
 
 
@@ -136,7 +139,7 @@ def _model(url: str, model: str | None, key: str) -> str:
     if key:
         asked.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
+        with urllib.request.urlopen(asked, timeout=MODELS_TIMEOUT_S) as answer:
             names = [str(item["id"]) for item in json.load(answer)["data"]]
     except urllib.error.HTTPError as error:
         if model is not None and error.code in (404, 405):
@@ -158,7 +161,7 @@ def _model(url: str, model: str | None, key: str) -> str:
 
 
 def _times(asked: SimpleNamespace) -> Iterable[float]:
-    """When requests are sent: at times of chance, or in a closed loop all at once, by turns."""
+    """Send times: Poisson arrivals, or all 0 for a closed loop."""
     from potluck.loadgen.load_client import poisson
 
     count = asked.requests or (None if asked.seconds is not None else DEFAULT_REQUESTS)
@@ -168,12 +171,12 @@ def _times(asked: SimpleNamespace) -> Iterable[float]:
 
 
 def _traced(asked: SimpleNamespace) -> list[tuple[float, int, int]]:
-    """A trace is sent whole unless told otherwise; what is drawn by chance has no end of its own."""
+    """Requests of a trace or workload; a synthetic workload is cut to the number or time asked for."""
     from potluck.cli.common.workloads import WorkloadOptions, is_file, load
 
     count, seconds = asked.requests, asked.seconds
     if count is None and not is_file(asked.workload):
-        count = DEFAULT_REQUESTS if seconds is None else MOST_REQUESTS
+        count = DEFAULT_REQUESTS if seconds is None else MAX_REQUESTS
     workload = load(asked.workload, "", WorkloadOptions(asked.rate_per_s, count, asked.seed))
     columns = (workload.arrival_s.tolist(), workload.prompt_tokens.tolist(), workload.output_tokens.tolist())
     return [row for row in zip(*columns, strict=True) if seconds is None or row[0] <= seconds]
@@ -187,33 +190,34 @@ def _show(url: str, model: str, result: LoadResult, slo: Slo | None, at_once: in
         if percentiles is not None
     ]
     if rows:
-        render.table(f"{model} at {url}", ("", "mean", "p50", "p90", "p99", "most"), rows)
+        render.table(f"{model} at {url}", ("", "mean", "p50", "p90", "p99", "max"), rows)
     click.echo(
         f"{result.answered:,} of {result.requests:,} requests answered "
         f"in {figures.seconds(result.span_s)}: "
-        f"{render.count(result.requests_per_s)} requests/s, "
+        f"{render.count(result.requests_per_s)} req/s, "
         f"{render.count(result.output_tokens_per_s)} output tokens/s"
     )
     if result.attainment is not None and slo is not None:
         limits = ", ".join(f"{name} <= {figures.seconds(s)}" for name, s in _parts(slo) if s is not None)
-        click.echo(f"objective kept by {render.percent(result.attainment)} of all requests ({limits})")
+        click.echo(f"SLO attainment {render.percent(result.attainment)} of all requests ({limits})")
     examples = dict(result.examples)
     for kind, count in result.errors:
         click.echo(f"  {count:,} x {kind}" + (f": {examples[kind]}" if examples[kind] else ""))
     if at_once is None:
-        click.echo("open loop: times count from when each request should have been sent")
-        if result.late_s > LATE_S:
+        click.echo("open loop: latencies count from the scheduled send times")
+        if result.late_s > REPORTED_LATENESS_S:
             click.echo(
-                f"note: this client was late by up to {figures.seconds(result.late_s)}; that is counted in"
+                f"note: the client sent up to {figures.seconds(result.late_s)} late; latencies include that"
             )
     else:
-        line = "a slow server was asked less, so users would wait longer than this says"
-        click.echo(f"closed loop, {at_once} at once: {line}")
+        click.echo(f"closed loop, {at_once} concurrent requests: latencies are lower than in an open loop")
 
 
 def _parts(slo: Slo) -> list[tuple[str, float | None]]:
     text = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s))
-    return [(name, limit_s if limit_s is not None and limit_s < UNSAID_S else None) for name, limit_s in text]
+    return [
+        (name, limit_s if limit_s is not None and limit_s < UNLIMITED_S else None) for name, limit_s in text
+    ]
 
 
 def _json(url: str, model: str, result: LoadResult, slo: Slo | None, at_once: int | None) -> dict[str, Any]:
@@ -235,7 +239,7 @@ def _json(url: str, model: str, result: LoadResult, slo: Slo | None, at_once: in
 
 
 def written_slo(text: str) -> Slo:
-    """The objective that somebody wrote on a command line; what it does not name is not promised."""
+    """The SLO of `--slo`; latencies that it does not name are unlimited."""
     values: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = (item.strip() for item in part.partition("="))
@@ -247,11 +251,11 @@ def written_slo(text: str) -> Slo:
             raise UnknownNameError("--slo", name, (*TIMES, *SHARES))
         name = SHARES[0] if name in SHARES else name
         if name in values:
-            raise InputError("--slo", f"{name} stands there twice")
+            raise InputError("--slo", f"{name} is given twice")
         values[name] = _share(value, name) if name in SHARES else _time_s(value, name)
     if not any(name in values for name in TIMES):
         raise InputError("--slo", "must have one of ttft, tpot, e2e, such as ttft=2s")
-    ttft_s, tpot_s = (values.get(name, UNSAID_S) for name in ("ttft", "tpot"))
+    ttft_s, tpot_s = (values.get(name, UNLIMITED_S) for name in ("ttft", "tpot"))
     return Slo(ttft_s, tpot_s, values.get(SHARES[0], Slo(1.0, 1.0).attainment), values.get("e2e"))
 
 

@@ -1,6 +1,6 @@
-"""`potluck`: finds the command, runs it, and turns whatever goes wrong into one line and an exit code.
+"""`potluck`: the command line. Runs a command and turns every error into one line and an exit code.
 
-`common/render.py` has the codes. Commands are imported when they are run, so that none waits for another's libraries.
+`common/render.py` has the codes. A command's module is imported when it runs, which keeps the start short.
 """
 
 from __future__ import annotations
@@ -19,49 +19,57 @@ from potluck import __version__
 from potluck.cli.common.render import BAD_INPUT, BUG, INTERRUPTED, MEANINGS, NO
 from potluck.core.errors import PotluckError, did_you_mean
 
-COMMANDS = {
-    "init": (".planning.check:init", "Write a commented example spec to start from."),
-    "check": (".planning.check:check", "Validate a spec and show what it says."),
-    "catalog": (".planning.catalog:catalog", "List known GPUs, models and prices."),
-    "estimate": (".planning.estimate:estimate", "How fast, how much and at what cost on one node."),
-    "plan": (".planning.plan:plan", "What to rent and how to lay models out, with a proof."),
-    "compare": (".planning.plan:compare", "All planning strategies on one spec, in one table."),
-    "frontier": (".planning.frontier:frontier", "What stricter objectives, redundancy or less spot cost."),
-    "schedule": (".planning.schedule:schedule", "Plans for the hours of a day, and what changing costs."),
-    "replan": (".planning.replan:replan", "Answers to trouble for a running plan, from cheap to dear."),
-    "export": (".planning.export:export", "A plan as files: commands, Compose, Kubernetes, SkyPilot."),
-    "simulate": (".simulating.simulate:simulate", "Serve a workload with a plan's fleet, in simulation."),
-    "goodput": (".simulating.simulate:goodput", "The highest rate at which a plan keeps its objectives."),
-    "replay": (".simulating.simulate:replay", "Feed a log to a fresh Brain; does it decide the same?"),
-    "trace": (".simulating.trace:trace", "Look at request traces, convert and make them."),
-    "up": (".up.up:up", "Plan, start and look after a whole service on this machine."),
-    "status": (".fleet.status:status", "What a running service is doing, and what it lacks."),
-    "top": (".fleet.status:top", "The same, live: rates, latencies, replicas, links, dollars."),
-    "logs": (".fleet.status:logs", "What engines and gateway wrote."),
-    "events": (".fleet.status:events", "What was done to a service, and why."),
-    "drain": (".fleet.orders:drain", "Empty a replica and put a fresh one in its place."),
-    "cordon": (".fleet.orders:cordon", "Send nothing new to a replica or a host, for now."),
-    "uncordon": (".fleet.orders:uncordon", "Send to it again."),
-    "flip": (".fleet.orders:flip", "Give a replica another role, weights and requests kept."),
-    "scale": (".fleet.orders:scale", "Have so many copies of a template in a region."),
-    "upgrade": (".fleet.orders:upgrade", "Replace all engines, one copy at a time, while they serve."),
-    "keys": (".fleet.keys:keys", "API keys for clients: add, list, rotate, revoke."),
-    "usage": (".fleet.keys:usage", "Who used what, by key, tenant and model: to bill from."),
-    "down": (".fleet.orders:down", "Drain a service and stop all of it."),
-    "bench": (".bench:bench", "Load for any OpenAI server, with TTFT and TPOT."),
-    "serve": (".serve:serve", "One OpenAI endpoint over a plan's fleet."),
-    "engine": (".engine.engine:engine", "Run the embedded engine behind HTTP."),
-    "profile": (".engine.profile:profile", "Measure an engine; write a profile for estimates."),
-    "calibrate": (
-        ".engine.calibrate:calibrate",
-        "Fit host and links to your own runs, or score predictions.",
-    ),
+SECTIONS = {
+    "Plan": {
+        "init": (".planning.check:init", "Write a commented example spec."),
+        "check": (".planning.check:check", "Validate a spec and show its contents."),
+        "plan": (".planning.plan:plan", "Find the cheapest fleet that meets the SLOs."),
+        "compare": (".planning.plan:compare", "Compare all planning strategies on one spec."),
+        "frontier": (".planning.frontier:frontier", "Show cost against SLOs, availability or spot share."),
+        "schedule": (".planning.schedule:schedule", "Plan a fleet that follows demand over the day."),
+        "replan": (".planning.replan:replan", "Adapt a running plan to losses or changed demand."),
+        "export": (
+            ".planning.export:export",
+            "Write a plan as shell, Compose, Kubernetes or SkyPilot files.",
+        ),
+    },
+    "Simulate": {
+        "simulate": (".simulating.simulate:simulate", "Simulate a plan under a workload."),
+        "goodput": (".simulating.simulate:goodput", "Find the highest request rate that meets the SLOs."),
+        "trace": (".simulating.trace:trace", "Inspect, convert and generate request traces."),
+        "replay": (".simulating.simulate:replay", "Check that a decision log replays identically."),
+    },
+    "Serve": {
+        "up": (".up.up:up", "Plan, start and operate a service on this machine or a cluster."),
+        "serve": (".serve:serve", "Run only the gateway, in front of running engines."),
+        "down": (".fleet.orders:down", "Drain and stop a service."),
+        "bench": (".bench:bench", "Send load to an OpenAI server; measure TTFT and TPOT."),
+        "keys": (".fleet.keys:keys", "Manage API keys."),
+        "usage": (".fleet.keys:usage", "Show requests and tokens by key, tenant and model."),
+    },
+    "Fleet": {
+        "status": (".fleet.status:status", "Show plan, replicas, missing engines and recent events."),
+        "top": (".fleet.status:top", "Show live rates, latencies, replicas, links and cost."),
+        "events": (".fleet.status:events", "Show changes of the fleet and their reasons."),
+        "logs": (".fleet.status:logs", "Show logs of engines and gateway."),
+        "fleet": (".fleet.orders:fleet", "Cordon, drain, flip, scale or upgrade replicas."),
+    },
+    "Engine": {
+        "engine": (".engine.engine:engine", "Run the embedded engine, a mock engine or vLLM."),
+        "profile": (".engine.profile:profile", "Measure an engine's step times for planning."),
+        "calibrate": (".engine.calibrate:calibrate", "Fit the performance model to your own runs."),
+    },
+    "Catalog": {
+        "catalog": (".planning.catalog:catalog", "List known GPUs, nodes, models, prices and workloads."),
+        "estimate": (".planning.estimate:estimate", "Estimate latency, capacity and cost on one node."),
+    },
 }
-"""Name -> (module:attribute, line in the help). The line stands here so that help imports nothing."""
+"""Help section -> command -> (module:attribute, help line); the lines are here so that help imports nothing."""
+COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
 
 NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new thread", "not enough memory")
-"""What libraries and the system say where there is none."""
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # Of a write for which there is no room.
+"""Messages of libraries and the system when memory is exhausted."""
+FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LazyGroup(click.Group):
@@ -84,8 +92,10 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands.items()])
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(code), meaning) for code, meaning in MEANINGS])
 
@@ -93,17 +103,17 @@ class LazyGroup(click.Group):
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="potluck")
 def cli() -> None:
-    """Serve large language models at the lowest cost on whatever GPUs one can get.
+    """Plan, simulate and serve large language models on mixed GPUs at the lowest cost that meets the SLOs.
 
     \b
     Examples:
-      potluck init                          write potluck.yaml
+      potluck init                          write an example spec, potluck.yaml
       potluck check potluck.yaml            validate it
-      potluck plan potluck.yaml             what to rent and how to lay it out
-      potluck catalog gpus                  what Potluck knows about GPUs
+      potluck plan potluck.yaml             find the cheapest fleet
+      potluck up                            start a demo service without GPUs
       potluck estimate --model Llama-3.1-8B --node 2xL40S --input 1024 --output 256
 
-    Every command takes --help, and --json for machines.
+    Every command has --help; commands with output have --json.
     """
 
 
@@ -139,7 +149,7 @@ def run(
 
 
 def _usage(error: click.ClickException) -> str:
-    """click's complaint on one line, with the help that answers it."""
+    """click's message on one line, with the help command to run."""
     text = " ".join(error.format_message().split())
     context = getattr(error, "ctx", None)
     return f"{text} (see {context.command_path} --help)" if context is not None else text
@@ -151,7 +161,7 @@ def _internal(error: Exception) -> int:
         what = f" ({text})" if text else ""
         click.echo(f"potluck: error: no memory is left{what}; end something else, or allow more", err=True)
         return BAD_INPUT
-    if isinstance(error, OSError) and error.errno in FULL:
+    if isinstance(error, OSError) and error.errno in FULL_DISK_ERRNOS:
         where = f"{error.filename}: " if error.filename else "output: "
         click.echo(f"potluck: error: {where}{error.strerror}; free some, or write elsewhere", err=True)
         _forget_stdout()
@@ -168,7 +178,7 @@ def _internal(error: Exception) -> int:
 
 
 def _forget_stdout() -> None:
-    """The interpreter flushes stdout once more when it ends; let that go nowhere."""
+    """Redirect stdout to /dev/null, as the interpreter flushes it once more at exit."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
 

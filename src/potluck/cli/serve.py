@@ -34,32 +34,48 @@ SETTINGS = "engines keys usage log engine_ca gateways state takeover mock_engine
 @click.command()
 @argument("plan", type=FILE)
 @argument("spec", type=FILE, required=False)
-@option("--engines", type=FILE, help="Engines that were started already: a roster; see docs/gateway.md.")
+@option("--engines", type=FILE, help="File of running engines; see docs/gateway.md.")
 @option("--host", default="127.0.0.1", help="Address to listen on.")
-@option("--port", default=8000, type=click.IntRange(0, 65535), help="0: a free one.")
-@option("--admin-host", default="127.0.0.1", help="Where operators ask.")
+@option("--port", default=8000, type=click.IntRange(0, 65535), help="Port for clients; 0: any free one.")
+@option("--admin-host", default="127.0.0.1", help="Operator address to listen on.")
 @option("--admin-port", default=8001, type=click.IntRange(0, 65535))
-@option("--admin-key-file", type=FILE, help=f"Operators' key; else ${ADMIN_VARIABLE}.")
-@option("--engine-key-file", type=FILE, help="What engines ask for that PUT /fleet tells.")
-@option("--workers", default=1, type=click.IntRange(1, 64), help="Processes for clients.")
-@option("--keys", type=FILE, help="Clients' keys; see `potluck keys`. Without it only loopback is served.")
-@option("--secret-file", type=FILE, help="Of tenants' salts; else new at each start: prefixes are forgotten.")
-@option("--usage", type=FILE, help="Write a line per request here, to bill from.")
-@option("--log", type=FILE, help="Write what the Brain hears and asks here; `potluck replay` reads it.")
-@option("--files", multiple=True, metavar="MODEL=DIR", help="A model's tokenizer, over the spec's `files`.")
-@option("--mock", "mock_engines", is_flag=True, help="Engines are mocks: only the spec limits lengths.")
+@option("--admin-key-file", type=FILE, help=f"File of the operator key. Default: ${ADMIN_VARIABLE}.")
+@option("--engine-key-file", type=FILE, help="Key for engines that PUT /fleet adds.")
+@option("--workers", default=1, type=click.IntRange(1, 64), help="Worker processes for client connections.")
+@option("--keys", type=FILE, help="API keys (`potluck keys`). Without it only loopback is served.")
+@option(
+    "--secret-file",
+    type=FILE,
+    help="Secret of tenants' prefix-cache salts. Default: new at each start, which empties the caches.",
+)
+@option("--usage", type=FILE, help="Append one usage record per request.")
+@option("--log", type=FILE, help="Write every policy event and action, for `potluck replay`.")
+@option(
+    "--files", multiple=True, metavar="MODEL=DIR", help="Tokenizer directory of a model; overrides the spec."
+)
+@option("--mock", "mock_engines", is_flag=True, help="Engines are mocks: the spec alone limits lengths.")
 @option("--tls", nargs=2, type=FILE, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
-@option("--engine-ca", type=FILE, help="Authority of engines' certificates; else those trusted here.")
-@option("--gateways", default=1, type=click.IntRange(1, 1000), help="So many share clients and keys' limits.")
-@option("--state", type=FOLDER, help="Engines and answers are kept here over a restart.")
-@option("--takeover", type=FILE, metavar="SOCKET", help="Take the ports of this socket's gateway: no gap.")
-@option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
-@option("--history", type=FILE, help="Past rates for forecasts (JSON): model to rates of 10 min.")
-@option("--why", default="", metavar="TEXT", help="The reason for this plan, as the page shows it.")
-@option("--plan-version", default=1, type=click.IntRange(1), help="Its number, as the page shows it.")
+@option("--engine-ca", type=FILE, help="CA certificate of engines. Default: the system's.")
+@option(
+    "--gateways",
+    default=1,
+    type=click.IntRange(1, 1000),
+    help="Number of gateways that share clients and key limits.",
+)
+@option("--state", type=FOLDER, help="Folder that keeps engines and answers over a restart.")
+@option(
+    "--takeover",
+    type=FILE,
+    metavar="SOCKET",
+    help="Take over the ports of a running gateway without downtime.",
+)
+@option("--policy", multiple=True, help="NAME=VALUE: override a policy of the spec.")
+@option("--history", type=FILE, help="JSON of past rates for forecasts: model to req/s per 10 min.")
+@option("--why", default="", metavar="TEXT", help="Reason for this plan, for the page.")
+@option("--plan-version", default=1, type=click.IntRange(1), help="Version of the plan, for the page.")
 @option("--attached", is_flag=True, hidden=True, help="Nothing starts engines: refuse at once without one.")
 @profile_option
-@option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+@option("--json", "as_json", is_flag=True, help="Print addresses as JSON.")
 def serve(
     plan: Path,
     spec: Path | None,

@@ -1,9 +1,9 @@
 """What a person changes while the service runs, and how the controller keeps to it.
 
 Copies that were set by hand are a plan version of their own, whose reason begins with `by hand`. While that is the
-newest one the planner's plans are only advice: `potluck scale --auto` puts the planner's last one into force again. A
-replica that is drained by hand gets a fresh engine: its old one is *leaving*, is used for nothing else, and stops
-once it is free.
+newest one, the planner's plans are advice only; `potluck fleet scale --auto` puts the planner's last one into force
+again. A replica that is drained by hand gets a new engine: the old one is *leaving*, gets no other replica, and stops
+once its requests have finished.
 """
 
 from __future__ import annotations

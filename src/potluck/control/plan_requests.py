@@ -120,7 +120,7 @@ class PlanRequests:
         line = f"a plan for ${plan.total_usd_per_h:.2f}/h: {_listed(plan)}"
         if newest is not None and is_by_hand(newest):
             held = f"version {newest.version} was made by hand and holds"
-            self._note("advice", line, f"{reason}; {held}; `potluck scale --auto` lets go of it")
+            self._note("advice", line, f"{reason}; {held}; `potluck fleet scale --auto` ends that")
         elif self._advise:
             self._note("advice", line, reason)
         else:

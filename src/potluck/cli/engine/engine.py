@@ -135,19 +135,29 @@ def described(directory: Path) -> Model | None:
 
 
 serving_options = option_group(
-    option("--name", help="The model's name for clients; else its directory's."),
+    option("--name", help="Model name for clients. Default: the directory's."),
     option("--host", default="127.0.0.1", help="Address to listen on."),
-    option("--port", default=8000, type=click.IntRange(0, 65535), help="0: a free one."),
-    option("--allow-host", multiple=True, metavar="NAME", help="A name under which clients reach it."),
+    option("--port", default=8000, type=click.IntRange(0, 65535), help="HTTP port; 0: any free one."),
+    option("--allow-host", multiple=True, metavar="NAME", help="Further allowed Host header."),
     option("--role", type=click.Choice(["prefill", "decode", "mixed"]), default="mixed"),
-    option("--kv-port", default=0, type=click.IntRange(0, 65535), help="For KV, one per worker; 0: any."),
-    option("--kv-from", multiple=True, metavar="HOST[:PORT]", help="Sources of KV, beside PUT /peers."),
+    option(
+        "--kv-port",
+        default=0,
+        type=click.IntRange(0, 65535),
+        help="First port for KV transfers, one per worker; 0: any.",
+    ),
+    option("--kv-from", multiple=True, metavar="HOST[:PORT]", help="Allowed KV sources, beside PUT /peers."),
     kv_tls_option,
-    option("--deadline-s", default=600.0, type=click.FloatRange(1), help="Of one request, in s."),
-    option("--lease-s", default=60.0, type=click.FloatRange(0.1), help="How long KV waits to be fetched."),
+    option("--deadline-s", default=600.0, type=click.FloatRange(1), help="Time limit per request in s."),
+    option(
+        "--lease-s",
+        default=60.0,
+        type=click.FloatRange(0.1),
+        help="How long KV is held for a transfer, in s.",
+    ),
     tls_option,
-    option("--api-key-file", type=PATH, help=f"Clients' key; else ${KEY_VARIABLE}."),
-    option("--json", "as_json", is_flag=True, help="Say where it listens as JSON."),
+    option("--api-key-file", type=PATH, help=f"File of the API key. Default: ${KEY_VARIABLE}."),
+    option("--json", "as_json", is_flag=True, help="Print addresses as JSON."),
 )
 
 
@@ -157,38 +167,58 @@ def engine() -> None:
 
 
 @engine.command()
-@option("--model", type=PATH, help="A model's directory; else the one that ships.")
+@option("--model", type=PATH, help="Model directory. Default: the bundled model.")
 @option(
     "--generation-config",
     type=click.Choice(["auto", "none"]),
     default="auto",
-    help="none: take no defaults from generation_config.json.",
+    help="none: ignore generation_config.json.",
 )
-@option("--random-weights", type=int, metavar="SEED", help="Do not read weights; make them up.")
-@option("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-@option("--threads", type=click.IntRange(1), help="Threads on a CPU; else 1 for a small model.")
-@option("--max-running", type=click.IntRange(1), help="Requests at once; else 32, or with --mock 1024.")
-@option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")
-@option("--kv-blocks", type=click.IntRange(1), help="KV blocks of 16 tokens; else a quarter context each.")
-@option("--token-budget", type=click.IntRange(1), help="Tokens of a step; else 1024, or with --mock 2048.")
-@option("--chunk-tokens", type=click.IntRange(1), help="Of one prompt in one step; else the budget.")
-@option("--prefix-cache-mb", type=click.IntRange(0), help="0: none; else 64, or with --mock what is left.")
-@option("--prefix-cache-dir", type=PATH, help="Further prefixes go to files here.")
-@option("--emulate", metavar="GPU:MODEL", help="Act as a GPU, such as A10:llama-3.1-8b.")
-@option("--speed-up", default=1.0, help="With --emulate: so many times faster.")
-@option("--mock", is_flag=True, help="With --emulate: draw tokens by a hash, and compute nothing.")
-@option("--count", default=1, help="With --mock: so many, on ports in a row.")
-@option("--mean-output", default=0, type=click.IntRange(0), help="With --mock: mean length; else max_tokens.")
-@option("--profile", multiple=True, type=PATH, help="With --mock: step times.")
+@option("--random-weights", type=int, metavar="SEED", help="Use random weights.")
+@option("--device", default="cpu", help="Torch device: cpu, cuda, cuda:1, ...")
+@option("--threads", type=click.IntRange(1), help="CPU threads. Default for a small model: 1.")
+@option("--max-running", type=click.IntRange(1), help="Maximum batch size. Default: 32, mock 1024.")
 @option(
-    "--bytes-per-real", default=0.0, help="With --mock: KV bytes that one sent stands for; else none cross."
+    "--max-tokens",
+    type=click.IntRange(2),
+    help="Maximum prompt and output tokens of a request. Default: the context.",
 )
-@option("--end-when-drained", is_flag=True, help="So that whoever looks after it starts the next release.")
+@option(
+    "--kv-blocks",
+    type=click.IntRange(1),
+    help="KV blocks of 16 tokens. Default: a quarter context per request.",
+)
+@option("--token-budget", type=click.IntRange(1), help="Maximum tokens per step. Default: 1024, mock 2048.")
+@option(
+    "--chunk-tokens",
+    type=click.IntRange(1),
+    help="Maximum prefill tokens per prompt and step. Default: the budget.",
+)
+@option(
+    "--prefix-cache-mb", type=click.IntRange(0), help="Prefix cache size; 0: off. Default: 64, mock: free KV."
+)
+@option("--prefix-cache-dir", type=PATH, help="Folder of a prefix cache on disk.")
+@option("--emulate", metavar="GPU:MODEL", help="Run at the speed of a GPU, such as A10:llama-3.1-8b.")
+@option("--speed-up", default=1.0, help="With --emulate: factor on the speed.")
+@option("--mock", is_flag=True, help="With --emulate: return random tokens without computing.")
+@option("--count", default=1, help="With --mock: number of engines, on consecutive ports.")
+@option(
+    "--mean-output", default=0, type=click.IntRange(0), help="With --mock: mean output length. 0: max_tokens."
+)
+@option("--profile", multiple=True, type=PATH, help="With --mock: measured step times.")
+@option(
+    "--bytes-per-real", default=0.0, help="With --mock: KV bytes represented by one sent byte; 0: send no KV."
+)
+@option(
+    "--end-when-drained",
+    is_flag=True,
+    help="Exit once drained, so that a supervisor starts the next release.",
+)
 @serving_options
 def serve(
     model: Path | None, host: str, port: int, tls: tuple[Path, Path] | None, as_json: bool, **options: Any
 ) -> None:
-    """Serve one model: OpenAI's API, segments, status, roles, metrics.
+    """Serve one model with the embedded or mock engine.
 
     \b
     Examples:
@@ -255,24 +285,37 @@ def generation_of(directory: Path) -> GenerationConfig:
 
 
 @engine.command(context_settings={"ignore_unknown_options": True})
-@option("--model", required=True, help="A model's directory, or its name on the hub.")
-@option("--python", default=sys.executable, show_default=False, help="vLLM's Python; else this one.")
+@option("--model", required=True, help="Model directory, or Hugging Face name.")
+@option(
+    "--python",
+    default=sys.executable,
+    show_default=False,
+    help="Python interpreter of vLLM. Default: this one.",
+)
 @option("--tensor-parallel", default=1, type=click.IntRange(1), help="GPUs per stage.")
-@option("--expert-parallel", is_flag=True, help="Each expert of a mixture whole on one GPU.")
-@option("--stages", help="A pipeline: layers of each stage, such as 20,12.")
-@option("--nodes", default=1, type=click.IntRange(1), help="Machines of the pipeline; run this on each.")
-@option("--node-rank", default=0, type=click.IntRange(0), help="Which of them this is; 0 serves HTTP.")
-@option("--master", metavar="HOST:PORT", help="Where the nodes meet: node 0's address, and a port of it.")
-@option("--token-budget", type=click.IntRange(1), help="Of one step; else vLLM's choice.")
-@option("--max-running", type=click.IntRange(1), help="Requests at once; else vLLM's choice.")
-@option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")
-@option("--any-version", is_flag=True, help="Try a vLLM that this was not tested with.")
+@option("--expert-parallel", is_flag=True, help="Expert parallelism.")
+@option("--stages", help="Pipeline: layers per stage, such as 20,12.")
+@option(
+    "--nodes", default=1, type=click.IntRange(1), help="Machines of the pipeline; run the command on each."
+)
+@option("--node-rank", default=0, type=click.IntRange(0), help="Rank of this machine; 0 serves HTTP.")
+@option("--master", metavar="HOST:PORT", help="Address and port of node 0 for the others.")
+@option("--token-budget", type=click.IntRange(1), help="Maximum tokens per step. Default: vLLM's.")
+@option("--max-running", type=click.IntRange(1), help="Maximum batch size. Default: vLLM's.")
+@option(
+    "--max-tokens",
+    type=click.IntRange(2),
+    help="Maximum prompt and output tokens of a request. Default: the context.",
+)
+@option("--any-version", is_flag=True, help="Allow an untested vLLM version.")
 @serving_options
 @argument("more", nargs=-1, type=click.UNPROCESSED)
 def vllm(
     model: str, host: str, port: int, role: str, tls: tuple[Path, Path] | None, as_json: bool, **options: Any
 ) -> None:
-    """Start stock vLLM with Potluck's connector, and serve it as any engine. What stands behind -- is vLLM's.
+    """Serve one model with stock vLLM and Potluck's KV connector.
+
+    Options after -- go to vLLM.
 
     \b
     Examples:

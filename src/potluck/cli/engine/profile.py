@@ -75,35 +75,44 @@ MOST_TOKENS = 4096  # The longest context that is measured unless more is asked 
 
 @click.command()
 @argument("url", required=False)
-@option("--local", is_flag=True, help="Measure the embedded engine in this process instead.")
-@option("--live", is_flag=True, help="Of a service that runs: what its replicas took, kind by kind.")
+@option("--local", is_flag=True, help="Measure the embedded engine in this process.")
+@option("--live", is_flag=True, help="Use the step times that the running service has observed.")
 @state_option
-@option("--model", type=PATH, help="With --local: a model's directory.")
-@option("--device", default="cpu", help="With --local: cpu, cuda, cuda:1, ...")
-@option("--share", type=int, help="With --local: on so many per cent of one NVIDIA GPU (CUDA MPS).")
-@option("--threads", type=click.IntRange(1), help="With --local: threads for computing on a CPU.")
-@option("--emulate", metavar="GPU:MODEL", help="With --local: act as a GPU, such as A10:llama-3.1-8b.")
-@option("--speed-up", default=1.0, help="With --emulate: so many times faster.")
-@option("--max-batch", default=32, type=click.IntRange(2, 1024), help="Decodes at once.")
-@option("--max-tokens", type=click.IntRange(128), help="Longest context to measure; else what fits.")
-@option("--chunk-tokens", default=1024, type=click.IntRange(32), help="Of a step; a URL's --token-budget.")
+@option("--model", type=PATH, help="With --local: model directory.")
+@option("--device", default="cpu", help="With --local: torch device: cpu, cuda, cuda:1, ...")
+@option("--share", type=int, help="With --local: percentage of one NVIDIA GPU (CUDA MPS).")
+@option("--threads", type=click.IntRange(1), help="With --local: CPU threads.")
+@option(
+    "--emulate",
+    metavar="GPU:MODEL",
+    help="With --local: run at the speed of a GPU, such as A10:llama-3.1-8b.",
+)
+@option("--speed-up", default=1.0, help="With --emulate: factor on the speed.")
+@option("--max-batch", default=32, type=click.IntRange(2, 1024), help="Maximum decode batch size.")
+@option("--max-tokens", type=click.IntRange(128), help="Longest context to measure. Default: what fits.")
+@option(
+    "--chunk-tokens",
+    default=1024,
+    type=click.IntRange(32),
+    help="Prefill tokens per step; the --token-budget of the engine at URL.",
+)
 @option(
     "--kv-blocks",
     type=click.IntRange(1),
-    help="With --local: blocks of KV; else enough for --max-batch.",
+    help="With --local: KV blocks. Default: enough for --max-batch.",
 )
-@option("--repeats", default=5, type=click.IntRange(1, 100), help="Runs of each shape.")
-@option("--quick", is_flag=True, help="Fewer shapes.")
-@option("--gpu", help="Name of the hardware for the file; else what torch calls it.")
-@option("--tp", default=1, type=click.IntRange(1), help="GPUs that the engine shards over.")
-@option("--name", help="Name of the model for the file; else the engine's.")
-@option("--api-key-file", type=PATH, help="The engine's key.")
+@option("--repeats", default=5, type=click.IntRange(1, 100), help="Measurements per batch shape.")
+@option("--quick", is_flag=True, help="Measure fewer batch shapes.")
+@option("--gpu", help="GPU name in the profile. Default: torch's name.")
+@option("--tp", default=1, type=click.IntRange(1), help="Tensor-parallel degree of the engine.")
+@option("--name", help="Model name in the profile. Default: the engine's.")
+@option("--api-key-file", type=PATH, help="File of the engine's API key.")
 @option("--out", type=PATH, default=Path("profile.json"))
-@option("--json", "as_json", is_flag=True, help="Print a summary as JSON.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(
     url: str | None, local: bool, live: bool, state: Path | None, out: Path, as_json: bool, **options: object
 ) -> None:
-    """Measure how long an engine's steps take, and write it down for `potluck`.
+    """Measure an engine's step times and write them to a profile for planning.
 
     \b
     Examples:

@@ -27,51 +27,55 @@ if TYPE_CHECKING:
 
 
 HOUR_S = 3600.0
-SHUT = "from now on every client of this service needs a key; `potluck keys open` lets those without one in again"
-NOBODY = (
-    "no key holds any more: nobody gets in; `potluck keys add NAME` makes a key, "
-    "`potluck keys open` lets clients in without one"
+KEYS_REQUIRED = (
+    "from now on every client of this service needs a key; `potluck keys open` allows requests without one"
+)
+NO_VALID_KEY = (
+    "no key is valid: all requests are refused; `potluck keys add NAME` makes a key, "
+    "`potluck keys open` allows requests without one"
 )
 
 
 @click.group()
 def keys() -> None:
-    """API keys for clients: kept with a service, or for a gateway's own file (docs/gateway.md).
+    """Manage API keys of a service, or of a gateway's own key file (docs/gateway.md).
 
     \b
     Examples:
-      potluck keys add ann --tenant research     the service that runs here asks for keys from now on
+      potluck keys add ann --tenant research     the running service requires keys from now on
       potluck keys add bob --requests-per-min 60 --tokens-per-min 90000 --classes batch
-      potluck keys rotate ann                    another key; the one before holds for a day
-      potluck keys open                          clients without a key are let in again
+      potluck keys rotate ann                    new key; the old one stays valid for a day
+      potluck keys open                          allow requests without a key
       potluck keys new ann >> keys.jsonl         for `potluck serve --keys keys.jsonl`
     """
 
 
 key_options = option_group(
-    option("--tenant", help="Whose share of the fleet it uses; else one of the key's name."),
-    option("--requests-per-min", type=click.FloatRange(0, min_open=True), help="Requests per minute."),
+    option("--tenant", help="Tenant for fair shares and usage. Default: the key's name."),
+    option(
+        "--requests-per-min", type=click.FloatRange(0, min_open=True), help="Limit of requests per minute."
+    ),
     option(
         "--tokens-per-min",
         type=click.FloatRange(0, min_open=True),
-        help="Tokens per minute, of prompts and answers.",
+        help="Limit of prompt and output tokens per minute.",
     ),
-    option("--concurrent", type=click.IntRange(1), help="Requests at once."),
+    option("--concurrent", type=click.IntRange(1), help="Limit of concurrent requests."),
     option(
         "--classes",
         multiple=True,
         metavar="NAME[,NAME...]",
-        help="Classes that its requests may have, such as standard,batch; else all. "
-        "The first is that of requests that name none, unless standard is among them.",
+        help="Allowed request classes, such as standard,batch. Default: all. "
+        "Requests without a class get standard if allowed, else the first.",
     ),
-    option("--expires", help="A day or a time, such as 2031-01-31."),
+    option("--expires", help="Expiry date or time, such as 2031-01-31."),
 )
 
 
 @keys.command()
 @argument("name")
 @key_options
-@option("--yes", is_flag=True, help="Do not ask whether clients without a key are to be locked out.")
+@option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @state_option
 @json_option
 def add(
@@ -84,10 +88,10 @@ def add(
     as_json: bool,
     **limits: object,
 ) -> None:
-    """Make a key called NAME; the gateway knows it within a second.
+    """Create a key called NAME; it is valid within a second.
 
-    The first one locks out all clients without a key: it says so, and asks first on a terminal. `potluck keys open`
-    lets them in again. The key is shown once and kept nowhere.
+    The first key makes keys required for all clients; on a terminal this asks for confirmation. `potluck keys open`
+    reverts that. The key is shown once and not stored.
     """
     from potluck.control.accounts import KeptKey, add_key, is_open, kept_keys
     from potluck.gateway.openai.keys import new_key, read_expiry
@@ -116,7 +120,7 @@ def _given(limits: dict[str, object], classes: tuple[str, ...]) -> dict[str, obj
 
 
 def _check_classes(service: ServiceView, names: Sequence[str]) -> None:
-    """Refuse classes that the service does not have, as far as its spec can be read."""
+    """Refuse classes that the service's spec does not have."""
     from potluck.core.values.service import CLASSES
     from potluck.spec.load_spec import load_spec
 
@@ -136,19 +140,19 @@ def _check_classes(service: ServiceView, names: Sequence[str]) -> None:
 
 
 def _say_shut(ask: bool) -> None:
-    """Before clients without a key are locked out; a person at a terminal is asked."""
-    click.echo(f"potluck: {SHUT}", err=True)
+    """Warn that keys become required; asks for confirmation on a terminal."""
+    click.echo(f"potluck: {KEYS_REQUIRED}", err=True)
     if ask and sys.stdin.isatty() and sys.stderr.isatty():
         click.confirm("Go on?", abort=True, err=True)
 
 
 @keys.command()
 @argument("name")
-@option("--grace-h", type=click.FloatRange(0), default=24.0, help="Hours for which the key before holds.")
+@option("--grace-h", type=click.FloatRange(0), default=24.0, help="Hours for which the old key stays valid.")
 @state_option
 @json_option
 def rotate(name: str, grace_h: float, state: Path | None, as_json: bool) -> None:
-    """Another key for NAME, with the same tenant and limits."""
+    """Create a new key for NAME with the same tenant and limits."""
     from potluck.control.accounts import rotate_key
     from potluck.gateway.openai.keys import new_key
 
@@ -164,7 +168,7 @@ def rotate(name: str, grace_h: float, state: Path | None, as_json: bool) -> None
 @state_option
 @json_option
 def revoke(name: str, state: Path | None, as_json: bool) -> None:
-    """Let nobody in with a key called NAME any more, within a second."""
+    """Invalidate all keys called NAME, within a second."""
     from potluck.control.accounts import is_open, kept_keys, revoke_key
 
     with _store(state) as (service, note):
@@ -176,23 +180,23 @@ def revoke(name: str, state: Path | None, as_json: bool) -> None:
     else:
         click.echo(f"{count} key{'s' if count > 1 else ''} of {name} revoked{note}")
     if shut:
-        click.echo(f"potluck: {NOBODY}", err=True)
+        click.echo(f"potluck: {NO_VALID_KEY}", err=True)
 
 
 @keys.command("open")
 @state_option
 @json_option
 def open_(state: Path | None, as_json: bool) -> None:
-    """Let clients without a key in again; those that show one are still known by it.
+    """Allow requests without a key.
 
-    It holds until `potluck keys close` or the next `potluck keys add`. A gateway that other hosts can reach is never
-    opened.
+    It lasts until `potluck keys close` or the next `potluck keys add`. Requests with a key keep their tenant and
+    limits. A gateway that other hosts can reach always requires keys.
     """
     with _store(state) as (service, note):
         host = (service.store.get("gateway") or {}).get("host", LOOPBACK[0])
         if service.gateway_lives and host not in LOOPBACK:
             raise nothing(
-                f"the gateway listens at {host}, where others can reach it; it always asks for keys"
+                f"the gateway listens at {host}, which other hosts can reach; it always requires keys"
             )
         _set_open(service, True, note, as_json)
 
@@ -201,7 +205,7 @@ def open_(state: Path | None, as_json: bool) -> None:
 @state_option
 @json_option
 def close(state: Path | None, as_json: bool) -> None:
-    """Let only clients with a key in, after `potluck keys open`."""
+    """Require keys again after `potluck keys open`."""
     with _store(state) as (service, note):
         _set_open(service, False, note, as_json)
 
@@ -210,7 +214,7 @@ def _set_open(service: ServiceView, opened: bool, note: str, as_json: bool) -> N
     from potluck.control.accounts import set_open
 
     changed = set_open(service.store, service.folder, opened, time.time())
-    what = "clients without a key are let in" if opened else "every client needs a key"
+    what = "requests without a key are allowed" if opened else "every client needs a key"
     until = "; `potluck keys close` ends that" if opened else "; `potluck keys open` ends that"
     if as_json:
         render.emit_json({"open": opened, "changed": changed})
@@ -222,7 +226,7 @@ def _set_open(service: ServiceView, opened: bool, note: str, as_json: bool) -> N
 @state_option
 @json_option
 def listed(state: Path | None, as_json: bool) -> None:
-    """Show all keys that there are or were, without the keys themselves."""
+    """List valid, expired and revoked keys, without the secrets."""
     from potluck.control.accounts import is_open, kept_keys
 
     with _store(state) as (service, _note):
@@ -232,15 +236,16 @@ def listed(state: Path | None, as_json: bool) -> None:
     if as_json:
         render.emit_json({"open": without, "keys": rows})
     elif not rows:
-        click.echo("no keys: the gateway asks for none; `potluck keys add NAME` makes one")
+        click.echo("no keys: none are required; `potluck keys add NAME` makes one")
     else:
-        names = ("name", "tenant", "holds", "made", "ends", "limits", "sha256")
-        cells = [[*(row[name] for name in names[:-1]), str(row["sha256"])[:12]] for row in rows]
+        names = ("name", "tenant", "valid", "created", "expires", "limits", "sha256")
+        fields = ("name", "tenant", "holds", "made", "ends", "limits")
+        cells = [[*(row[name] for name in fields), str(row["sha256"])[:12]] for row in rows]
         render.table("", names, cells)
         if without:
-            click.echo("clients without a key are let in; `potluck keys close` ends that")
+            click.echo("requests without a key are allowed; `potluck keys close` ends that")
         elif not any(kept_key.holds(now_s) for kept_key in result):
-            click.echo(NOBODY)
+            click.echo(NO_VALID_KEY)
 
 
 @keys.command()
@@ -255,9 +260,9 @@ def new(
     as_json: bool,
     **limits: object,
 ) -> None:
-    """Make a key called NAME: its line for a file of `potluck serve --keys` goes to stdout, the key to stderr.
+    """Create a key called NAME for a key file of `potluck serve --keys`.
 
-    The key itself is kept nowhere: only its SHA-256 is in the line.
+    The line for the file, with the key's SHA-256, goes to stdout; the key goes to stderr and is not stored.
     """
     from potluck.gateway.openai.keys import new_key
 
@@ -271,7 +276,7 @@ def new(
 
 @contextmanager
 def _store(state: Path | None, *, make: bool = False) -> Iterator[tuple[ServiceView, str]]:
-    """The state, and what to say of its gateway; with `make`, a folder that has none yet gets one."""
+    """The service and a note on its gateway; `make` creates the state of a new folder."""
     from potluck.control.state_store import StateStore
 
     if make and state is not None and not (state / "state.db").is_file():
@@ -279,7 +284,7 @@ def _store(state: Path | None, *, make: bool = False) -> Iterator[tuple[ServiceV
     with opened(state, running=False) as service:
         place = service.store.get("gateway") or {}
         old = service.gateway_lives and not place.get("keyed")
-        note = "; the gateway that runs was started without keys: it counts after `potluck down` and `up`"
+        note = "; the running gateway was started without keys: valid after `potluck down` and `up`"
         yield service, note if old else ""
 
 
@@ -312,21 +317,21 @@ def _day(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%MZ")
 
 
-USUAL = ("key", "tenant", "model")
+DEFAULT_GROUPING = ("key", "tenant", "model")
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 _SPAN = re.compile(r"([0-9]{1,6})([mhd])\Z")
 
 
 @click.command()
 @state_option
-@option("--since", help="A day or time (UTC), such as 2031-01-31, or a span: 24h, 30d. Else all.")
-@option("--until", help="The same; the hour in which it lies is counted.")
+@option("--since", help="Start: date or time (UTC), such as 2031-01-31, or a span: 24h, 30d.")
+@option("--until", help="End, in the same format; its hour is included.")
 @option(
     "--by",
     multiple=True,
     metavar="NAME",
-    help="One row for each of: hour, day, key, tenant, model, class, outcome; may be given several times. "
-    f"Else {', '.join(USUAL)}.",
+    help="Group by hour, day, key, tenant, model, class or outcome; repeatable. "
+    f"Default: {', '.join(DEFAULT_GROUPING)}.",
 )
 @json_option
 def usage(
@@ -334,7 +339,7 @@ def usage(
 ) -> None:
     """Show requests and tokens of each key, tenant and model, in whole hours (UTC).
 
-    Tokens are those of requests that were answered, or that their client left; with `--by outcome`, of all.
+    Tokens of failed requests count only with `--by outcome`; those of requests that clients cancelled always count.
     """
     from potluck.control.accounts import count_all, used
 
@@ -343,7 +348,7 @@ def usage(
     until_s = None if until is None else moment(until, now_s, "--until")
     if until_s is not None and until_s < since_s:
         raise InputError("--until", f"{until} is before --since {since}")
-    chosen = tuple(dict.fromkeys(by)) or USUAL
+    chosen = tuple(dict.fromkeys(by)) or DEFAULT_GROUPING
     with opened(state, running=False) as service:
         count_all(service.store, service.folder, now_s)
         rows = used(service.store, chosen, since_s, until_s)

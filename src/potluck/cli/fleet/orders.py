@@ -1,4 +1,4 @@
-"""`potluck drain`, `flip`, `scale`, `down`: what a person wants of a running service. Each is noted as by hand."""
+"""`potluck fleet` and `down`: changes of a running service by an operator, recorded as made by hand."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
 
 
-CONTROLLER_S = 90.0  # In which a controller that was asked to end has drained all.
+STOP_TIMEOUT_S = 90.0  # For the controller to drain all engines.
 
 
 def _engines(service: ServiceView) -> dict[str, str]:
-    """Replica to its engine's name."""
+    """Replica name to engine name."""
     return {instance.replica: instance.name for instance in service.store.instances() if instance.replica}
 
 
 def _replica(service: ServiceView, text: str) -> str:
-    """The replica that is meant: its name, a part that only it has (`east#1/0`), or its engine's name."""
+    """The replica of this name, unique part of a name (`east#1/0`), or engine name."""
     names = [str(item["replica"]) for item in with_gateway(service).client.snapshot().get("replicas", ())]
     by_engine = {name: replica for replica, name in _engines(service).items()}
     return by_engine.get(text) or meant("REPLICA", text, names)
 
 
 def meant(field: str, text: str, names: list[str]) -> str:
-    """The only name that has this as a part of it."""
+    """The only name that contains `text`."""
     if not text:
         raise InputError(field, f"is empty; there are {', '.join(names) or 'none'}")
     texts = [text] if text in names else [name for name in names if text in name]
@@ -65,15 +65,20 @@ def _note(service: ServiceView, kind: str, what: str) -> None:
     service.store.note(time.time(), kind, what, BY_HAND)
 
 
-@click.command()
+@click.group()
+def fleet() -> None:
+    """Change the replicas of a running service."""
+
+
+@fleet.command()
 @argument("replica")
 @state_option
 @json_option
 def drain(replica: str, state: Path | None, as_json: bool) -> None:
-    """Let REPLICA finish what it has, stop its engine, and have a fresh one take its place.
+    """Replace the engine of REPLICA after its requests have finished.
 
-    Replicas that work with it in one copy (a pair, a combo) go with it. To have fewer for good use `potluck scale`.
-    A part of the name will do where only one replica has it: 'east#1/0'; or the name of its engine.
+    The other replicas of its copy (of a pair or combo) are replaced too. To reduce the number of copies use
+    `potluck fleet scale`. REPLICA is a unique part of its name, such as 'east#1/0', or the name of its engine.
     """
     from potluck.control.manual_changes import leave, stay
 
@@ -93,21 +98,22 @@ def drain(replica: str, state: Path | None, as_json: bool) -> None:
     if as_json:
         render.emit_json(text)
         return
-    click.echo(f"{replica} drains; {text.get('open_requests', 0)} requests are open there")
+    click.echo(f"{replica} is draining; {text.get('open_requests', 0)} open requests")
     for item in text.get("with_it", ()):
-        click.echo(f"  with it {item}, of the same copy")
+        click.echo(f"  {item} of the same copy is draining too")
     _unless(lives, "its engine is stopped and replaced")
 
 
-@click.command()
+@fleet.command()
 @argument("replica")
 @argument("role", type=click.Choice(["prefill", "decode"]))
 @state_option
 @json_option
 def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
-    """Give REPLICA another ROLE, weights and requests kept.
+    """Change the role of REPLICA to prefill or decode.
 
-    The role stays, whatever plans and scaling say, until it is flipped back to the planned one.
+    Weights stay loaded and running requests finish. Plans and scaling do not change the role again until the
+    replica is flipped back to its planned role.
     """
     with opened(state) as service:
         replica = _replica(service, replica)
@@ -116,26 +122,27 @@ def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
     if as_json:
         render.emit_json(text)
     elif text.get("role") == text.get("planned"):
-        click.echo(f"{replica} is {text['role']}, as planned; rules may change that again")
+        click.echo(f"{replica} is {text['role']}, as planned; scaling may change the role again")
     else:
-        click.echo(f"{replica} is {text.get('role')} until you flip it back to {text.get('planned')}")
+        click.echo(f"{replica} is {text.get('role')} until it is flipped back to {text.get('planned')}")
 
 
-@click.command()
+@fleet.command()
 @argument("what", metavar="TEMPLATE@REGION=COUNT", required=False)
 @state_option
-@option("--auto", is_flag=True, help="Hand the fleet back to the planner: its last plan holds again.")
+@option("--auto", is_flag=True, help="Return to the planner's last plan.")
 @json_option
 def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> None:
-    """Have COUNT copies of a plan's TEMPLATE in a REGION: a new version of the plan, made by hand.
+    """Set the number of copies of TEMPLATE in REGION.
 
-    It holds until `potluck scale --auto`: plans that the planner makes meanwhile are only noted as advice. A part of
-    the template's name will do where only one has it. More copies than there are nodes for are refused.
+    This makes a new version of the plan. Until `potluck fleet scale --auto`, new plans of the planner are recorded
+    as advice only. TEMPLATE is a unique part of the template's name. More copies than there are nodes for are
+    refused.
 
     \b
     Examples:
-      potluck scale 'L40S@west=2'
-      potluck scale --auto
+      potluck fleet scale 'L40S@west=2'
+      potluck fleet scale --auto
     """
     if auto == (what is not None):
         raise InputError("TEMPLATE@REGION=COUNT", "is needed, or --auto, and not both")
@@ -147,11 +154,11 @@ def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> No
         return
     click.echo(handed_back["line"])
     for model in handed_back.get("unserved", ()):
-        click.echo(f"note: nothing is left to serve {model}")
+        click.echo(f"note: no copy is left for {model}")
     if what is not None:
         _unless(lives, "engines are started and stopped")
         if (scaling := handed_back["scaling"]) not in (None, "none"):
-            click.echo(f"note: scaling ({scaling}) goes on from there, and says so in `potluck events`")
+            click.echo(f"note: scaling ({scaling}) continues from there; see `potluck events`")
 
 
 def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
@@ -179,7 +186,7 @@ def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
     available = {key: offer.available for key, offer in offers_in(regions).items()}
     plan = scaled(newest.plan, template, region, int(number), costs, available, regions)
     if plan.deployments == newest.plan.deployments:
-        line = f"there are to be {number} already; nothing changed"
+        line = f"the plan already has {number} copies; nothing changed"
         return {"version": newest.version, "scaling": None, "line": line}
     reason = f"{BY_HAND}: {what}"
     version = put_plan(service.store, service.client.set_plan, plan, reason, time.time())
@@ -205,11 +212,11 @@ def _handed_back(service: ServiceView) -> dict[str, Any]:
     if newest is None or not is_by_hand(newest):
         return {
             "version": newest.version if newest else None,
-            "line": "no plan made by hand holds; nothing changed",
+            "line": "no plan made by hand is in force; nothing changed",
         }
     last = planned_last(service.store) or newest
     reason = f"handed back: as version {last.version}"
-    # Where no gateway runs, the next one begins with what is written down.
+    # A gateway that starts later reads the plan from the store.
     tell = service.client.set_plan if service.gateway_lives else lambda plan, reason, version: None
     version = put_plan(service.store, tell, last.plan, reason, time.time())
     _note(
@@ -219,22 +226,22 @@ def _handed_back(service: ServiceView) -> dict[str, Any]:
         "version": version,
         "as_version": last.version,
         "cost_usd_per_h": last.plan.total_usd_per_h,
-        "line": f"plan {version}: the planner's plan {last.version} holds again, "
-        f"${last.plan.total_usd_per_h:.2f}/h (was ${newest.plan.total_usd_per_h:.2f}/h), and so do its next ones",
+        "line": f"plan {version}: back to the planner's plan {last.version}, "
+        f"${last.plan.total_usd_per_h:.2f}/h (was ${newest.plan.total_usd_per_h:.2f}/h); its next plans apply again",
     }
 
 
 def _unless(controller_lives: bool, what: str) -> None:
     if not controller_lives:
-        click.echo(f"note: no controller runs there; {what} once `potluck up` does")
+        click.echo(f"note: no controller is running; {what} after `potluck up`")
 
 
 @click.command()
 @state_option
-@option("--timeout", "within_s", default=CONTROLLER_S, type=click.FloatRange(1.0), help="At most, in s.")
+@option("--timeout", "within_s", default=STOP_TIMEOUT_S, type=click.FloatRange(1.0), help="Time limit in s.")
 @json_option
 def down(state: Path | None, within_s: float, as_json: bool) -> None:
-    """Drain a service and stop all of it: gateway, engines, controller."""
+    """Drain a service and stop its gateway, engines and controller."""
     from potluck.cli.up.clusters import launcher_of
     from potluck.control.local_stack import pid_of, stop_all, wait
     from potluck.control.state_store import LASTS_S, Lease
@@ -242,12 +249,12 @@ def down(state: Path | None, within_s: float, as_json: bool) -> None:
     with opened(state, running=False, left=True) as service:
         controller = pid_of(service.store.get("controller"))
         if service.controller_lives and controller is not None:
-            _note(service, "down", "the controller is asked to end")
+            _note(service, "down", "the controller was told to stop")
             click.echo("draining", err=True)
             os.kill(controller.number, signal.SIGTERM)
             if wait([controller], within_s):
                 raise nothing(
-                    f"process {controller.number} still drains after {within_s:g} s; `potluck events`"
+                    f"process {controller.number} is still draining after {within_s:g} s; see `potluck events`"
                 )
             _say_stopped(service, None, as_json)  # how, its own output says
             return
@@ -256,7 +263,7 @@ def down(state: Path | None, within_s: float, as_json: bool) -> None:
         lease, until_s = Lease(service.store), time.monotonic() + LASTS_S + 1.0
         while not lease.renew():  # one that was killed a moment ago
             if time.monotonic() > until_s:
-                raise nothing("another controller acts on this state; ask it to end first")
+                raise nothing("another controller uses this state folder; stop it first")
             time.sleep(0.2)
         try:
             made = stop_all(service.store, "by hand; no controller ran", launcher=launcher_of(service.store))
@@ -269,35 +276,36 @@ def _say_stopped(service: ServiceView, made: int | None, as_json: bool) -> None:
     if as_json:
         render.emit_json({"state": str(service.folder), "stopped": True, "made_to_end": made})
     else:
-        click.echo("stopped" + (f"; {made} processes had to be made to end" if made else ""))
+        click.echo("stopped" + (f"; {made} processes had to be killed" if made else ""))
 
 
-@click.command()
+@fleet.command()
 @argument("name", metavar="REPLICA|HOST")
 @at_options
 @state_option
 @json_option
 def cordon(name: str, **options: Any) -> None:
-    """Send nothing new to a REPLICA, or to all on a HOST; what is there ends, and no other is started instead.
+    """Send no new requests to a replica or host.
 
-    It holds until `potluck uncordon`, also for engines that are started again at the same address. A HOST is named as
-    engines' addresses name it, or as the spec's pool does. To empty and replace one use `potluck drain`.
+    No replacement is started. It lasts until `potluck fleet uncordon`, also for engines restarted at the same
+    address. HOST is the host name in engine addresses or of the spec's pool. To replace a replica use `potluck
+    fleet drain`.
 
     \b
     Examples:
-      potluck cordon 'east#1/0'
-      potluck cordon 10.0.0.5 --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
+      potluck fleet cordon 'east#1/0'
+      potluck fleet cordon 10.0.0.5 --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
     """
     _cordon(name, lift=False, **options)
 
 
-@click.command()
+@fleet.command()
 @argument("name", metavar="REPLICA|HOST")
 @at_options
 @state_option
 @json_option
 def uncordon(name: str, **options: Any) -> None:
-    """Send to a REPLICA or a HOST again that was cordoned."""
+    """Send new requests to a cordoned REPLICA or HOST again."""
     _cordon(name, lift=True, **options)
 
 
@@ -312,14 +320,14 @@ def _cordon(name: str, lift: bool, at: str | None, state: Path | None, as_json: 
         render.emit_json(answer)
         return
     for item in answer["changed"]:
-        click.echo(f"{item} is sent {'requests again' if lift else 'nothing new'}")
+        click.echo(f"{item} gets {'new requests again' if lift else 'no new requests'}")
     if not answer["changed"]:
-        click.echo("no replica changes by that now")
+        click.echo("no replica is affected now")
     click.echo(f"cordoned: {', '.join(answer['cordoned']) or 'nothing'}")
 
 
 def _ask(client: GatewayClient, engines: dict[str, str], name: str, lift: bool) -> dict[str, Any]:
-    """A host or a mark that is there by its whole name; else a replica by a part of its own, or by its engine's."""
+    """Cordon or lift: a host by its full name, else a replica by a unique part of its name or its engine's."""
     snapshot = client.snapshot()
     marks = snapshot.get("wanted", {}).get("cordoned", ())
     hosts = {urlsplit(str(item["url"])).hostname for item in snapshot.get("engines", ())}
@@ -334,21 +342,21 @@ def _ask(client: GatewayClient, engines: dict[str, str], name: str, lift: bool) 
 LOOK_S = 0.2
 
 
-@click.command()
+@fleet.command()
 @at_options
-@option("--within", default=600.0, type=click.FloatRange(1), help="For each copy, in s.")
+@option("--within", default=600.0, type=click.FloatRange(1), help="Time limit per copy in s.")
 @state_option
-@option("--json", "as_json", is_flag=True, help="A JSON object per line: each copy, then the sum.")
+@option("--json", "as_json", is_flag=True, help="One JSON object per copy, then the total.")
 def upgrade(at: str | None, within: float, state: Path | None, as_json: bool, **access: Any) -> None:
-    """Empty every copy in turn, and wait for the engines that take its place: no request is lost.
+    """Replace all engines, one copy at a time. No request is lost.
 
-    Install the new release first. Engines of `potluck up` are replaced by its controller; those of other hosts by
-    whatever starts them again (systemd, a container's restart policy), if they run with --end-when-drained.
+    Install the new release first. The controller of `potluck up` restarts its own engines; engines on other hosts
+    need --end-when-drained and a supervisor that restarts them (systemd, a container's restart policy).
 
     \b
     Examples:
-      potluck upgrade
-      potluck upgrade --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
+      potluck fleet upgrade
+      potluck fleet upgrade --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
     """
     if at is not None:
         client = client_at(at, state=state, **access)
@@ -369,18 +377,18 @@ def upgrade(at: str | None, within: float, state: Path | None, as_json: bool, **
 
 
 def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float, as_json: bool) -> None:
-    """Copy by copy. A gateway that does not answer, or a copy that is not ready to be drained, is asked again."""
+    """Replace every copy in turn; retries while the gateway does not answer or a copy cannot be drained yet."""
     from potluck.control.gateway_client import KeyRefused
     from potluck.control.manual_changes import due, lacks
 
     start_s, done = time.monotonic(), 0
     if not due(client.snapshot(), 0.0):
-        raise nothing("no replica serves; nothing was changed")
+        raise nothing("no replica is serving; nothing was changed")
     while True:
         before = _within(client.snapshot, within_s)
         left = due(before, time.monotonic() - start_s)
         if not left:
-            line = f"{done} {'copy was' if done == 1 else 'copies were'} replaced"
+            line = f"{done} {'copy' if done == 1 else 'copies'} replaced"
             click.echo(json.dumps({"copies": done}) if as_json else line)
             return
         turn, began_s = left[0], time.monotonic()
@@ -397,7 +405,7 @@ def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float,
             except PotluckError as error:
                 problem = str(error)
             if problem and time.monotonic() - began_s > within_s:
-                raise nothing(f"{problem} after {within_s:g} s; {len(left) - 1} copies were left as they are")
+                raise nothing(f"{problem} after {within_s:g} s; {len(left) - 1} copies were not replaced")
             time.sleep(LOOK_S if problem else 0.0)
         done += 1
         took_s = time.monotonic() - began_s
@@ -407,7 +415,7 @@ def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float,
 
 
 def _within(ask: Callable[[], dict[str, Any]], within_s: float) -> dict[str, Any]:
-    """An answer, asked for again while there is none."""
+    """The answer of `ask`, retried until the time limit."""
     until_s = time.monotonic() + within_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Which running service a command is about: `--state DIR`, or the only one there."""
+"""Which running service a command uses: `--state DIR`, or the only one that runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from potluck.control.service_view import ServiceView
 
 
-state_option = option("--state", type=PATH, help="The service's folder, of `potluck up`; else what runs.")
-json_option = option("--json", "as_json", is_flag=True, help="For machines.")
+state_option = option("--state", type=PATH, help="State folder of the service. Default: the running one.")
+json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 at_options = option_group(
-    option("--at", metavar="URL", help="A gateway's operators' port; else the service that runs here."),
-    option("--key-file", type=FILE, help="With --at: the operators' key."),
-    option("--ca", type=FILE, help="With --at: authority of its certificate, where it is at https://."),
+    option(
+        "--at", metavar="URL", help="Operator address of a gateway. Default: the service on this machine."
+    ),
+    option("--key-file", type=FILE, help="With --at: file of the operator key."),
+    option("--ca", type=FILE, help="With --at: CA certificate of an https:// gateway."),
 )
 
 
@@ -90,7 +92,7 @@ def _folder(state: Path | None, running: bool, left: bool) -> Path:
         return state
     known = _known()
     if not known:
-        raise nothing("nothing runs; start it with `potluck up`, or say where with --state")
+        raise nothing("nothing runs; start it with `potluck up`, or name its folder with --state")
     alive = [folder for folder in known if _runs(folder, left)]
     if len(alive) > 1:
         raise InputError("--state", f"is needed, several run: {', '.join(map(str, alive))}")

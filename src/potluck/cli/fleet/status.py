@@ -1,4 +1,4 @@
-"""`potluck status`, `logs`, `events`: what a running service does, and did."""
+"""`potluck status`, `top`, `logs` and `events`: the state and history of a running service."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from potluck.control.state_store import RecordedEvent
 
 
-LOOK_S = 0.3
-SETTLE_S = 2.0
-"""After which nothing older is added: what the gateway decided is read at the controller's next turn."""
-TAIL_BYTES = 1_000_000  # Of a log, from which its last lines are taken.
+POLL_INTERVAL_S = 0.3
+EVENT_SETTLE_S = 2.0
+"""Older events are complete: the controller reads the gateway's decisions once per turn."""
+LOG_TAIL_BYTES = 1_000_000  # Read from the end of a log.
 
 
 @click.command()
 @state_option
 @json_option
 def status(state: Path | None, as_json: bool) -> None:
-    """Show the plan, models, replicas, what is missing and why, and what was done last.
+    """Show the plan, models, replicas, missing engines with the reason, and recent events.
 
-    Exits with 1 where nothing runs.
+    Exit code 1: nothing runs.
     """
     with opened(state) as service:
         now_s = time.time()
@@ -55,7 +55,7 @@ def status(state: Path | None, as_json: bool) -> None:
 
 def _show(result: dict[str, Any], now_s: float) -> None:
     plan = result["plan"]
-    lives = ", ".join(f"{name} {'runs' if result[name] else 'is gone'}" for name in ("gateway", "controller"))
+    lives = ", ".join(f"{name} {'up' if result[name] else 'DOWN'}" for name in ("gateway", "controller"))
     click.echo(f"{result['url'] or 'no address yet'}  ({lives}; state in {result['state']})")
     if plan is not None:
         ago = figures.seconds(max(0.0, now_s - plan["since_s"]))
@@ -86,7 +86,7 @@ def _show(result: dict[str, Any], now_s: float) -> None:
         for line in element.get("log", ()):
             click.echo(f"    {line}")
         if element.get("log"):
-            click.echo(f"    (`potluck logs {element['engine']}` has all of it)")
+            click.echo(f"    (all of it: `potluck logs {element['engine']}`)")
     for line in result["problems"]:
         click.echo(f"problem: {line}")
     for note in result["notes"]:
@@ -94,7 +94,7 @@ def _show(result: dict[str, Any], now_s: float) -> None:
 
 
 def _row(each: dict[str, Any], only: str | None) -> tuple[object, ...]:
-    """Where there is but one model its name goes without saying, and a row has 80 columns."""
+    """A table row; the name of the only model is left out, so that rows fit 80 columns."""
     return (
         str(each["replica"]).removeprefix(f"{only}: "),
         f"{each['role']}{' (by hand)' if each['by_hand'] else ''}",
@@ -114,19 +114,19 @@ def _line(at_s: float, kind: str, what: str, why: str) -> str:
 @click.command()
 @state_option
 @option("--lines", default=50, type=click.IntRange(1, 100_000))
-@option("--follow", "-f", is_flag=True, help="Go on with what happens, until Ctrl-C.")
+@option("--follow", "-f", is_flag=True, help="Print new events until Ctrl-C.")
 @option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def events(state: Path | None, lines: int, follow: bool, as_json: bool) -> None:
-    """What was done to the service, by whom and why; oldest first."""
+    """Show changes of the service with their reasons, oldest first."""
     with opened(state, running=follow) as service:
         _past(service, lines, follow, as_json)
 
 
 def _past(service: ServiceView, lines: int, follow: bool, as_json: bool) -> None:
-    """What was done, oldest first; then what is done, in its order too: each a moment later."""
+    """Print past events, oldest first; with `follow` also new ones, in order."""
     last, waiting = 0, list(service.store.happenings(most=lines))
     while True:
-        settled_s = time.time() - SETTLE_S if follow else inf
+        settled_s = time.time() - EVENT_SETTLE_S if follow else inf
         for recorded_event in sorted(
             waiting, key=lambda recorded_event: (recorded_event.at_s, recorded_event.id)
         ):
@@ -136,7 +136,7 @@ def _past(service: ServiceView, lines: int, follow: bool, as_json: bool) -> None
         if not follow:
             return
         waiting = [event for event in waiting if event.at_s > settled_s]
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
         waiting += service.store.happenings(after=last)
 
 
@@ -157,12 +157,12 @@ def _happening(recorded_event: RecordedEvent, as_json: bool) -> str:
 @argument("name", required=False)
 @state_option
 @option("--lines", default=50, type=click.IntRange(1, 100_000))
-@option("--follow", "-f", is_flag=True, help="Go on with what is written, until Ctrl-C.")
+@option("--follow", "-f", is_flag=True, help="Print new lines until Ctrl-C.")
 @option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def logs(name: str | None, state: Path | None, lines: int, follow: bool, as_json: bool) -> None:
-    """What engines and gateway wrote. NAME is an engine, a replica or `gateway`; `potluck events` has the controller.
+    """Show the log of NAME: an engine, a replica or `gateway`. Without NAME, list the logs.
 
-    A part of the name will do where only one has it. Without a NAME it lists what there is.
+    NAME may be a unique part of a name. The controller's actions are in `potluck events`.
 
     \b
     Examples:
@@ -195,20 +195,20 @@ def _log_of(service: ServiceView, files: dict[str, Path], name: str) -> Path:
     text = meant("NAME", name, [*files, *replicas])
     path = files.get(replicas.get(text, text))
     if path is None:
-        raise nothing(f"{text} has written nothing yet")
+        raise nothing(f"{text} has no log yet")
     return path
 
 
 def _last(path: Path, lines: int) -> list[str]:
-    """The end of a log, and of the one before it where it was rotated lately."""
+    """The last lines of a log, including those of the rotated file before it."""
     from potluck.control.launchers.process import last_lines
 
     logs = (path.with_name(f"{path.name}.1"), path)
-    return [line for log in logs for line in last_lines(log, lines, TAIL_BYTES)][-lines:]
+    return [line for log in logs for line in last_lines(log, lines, LOG_TAIL_BYTES)][-lines:]
 
 
 def _follow(path: Path) -> Iterator[str]:
-    """Whole lines, as they are written."""
+    """New lines of a log, as they are written."""
     at, rest = path.stat().st_size, ""
     while path.is_file():
         size = path.stat().st_size
@@ -221,12 +221,12 @@ def _follow(path: Path) -> Iterator[str]:
             at += len(received)
             *lines, rest = (rest + received.decode("utf-8", "replace")).split("\n")
             yield from lines
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 WIDTH = 80
-MOST_MODEL_WIDTH = 14  # Its figures take the rest of 80 columns.
-MOST_ROWS = 40  # Replicas and links that are shown; the busiest first.
+MODEL_NAME_MAX_WIDTH = 14  # Its figures take the rest of 80 columns.
+MAX_ROWS = 40  # Replicas and links that are shown; the busiest first.
 TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds"
 
 
@@ -234,9 +234,9 @@ TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_t
 @state_option
 @option("--every", "every_s", default=1.0, type=click.FloatRange(0.2, 60.0))
 @option("--once", is_flag=True, help="Print one frame and end; for scripts.")
-@option("--json", "as_json", is_flag=True, help="One JSON object per line, each a frame.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object per frame.")
 def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
-    """Rates, latencies, replicas, links and dollars of the last 10 s, live. Ctrl-C ends it; the service goes on."""
+    """Show rates, latencies, replicas, links and cost of the last 10 s, live. Ctrl-C ends the display only."""
     from rich.console import Console
     from rich.live import Live
 
@@ -263,7 +263,7 @@ def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
 
 
 def _look(service: ServiceView, recent: RecentMetrics) -> dict[str, Any]:
-    """One more reading; the snapshot beside it."""
+    """Add a reading of the metrics; returns the gateway's snapshot."""
     from potluck.control.gateway_client import read
 
     try:
@@ -327,10 +327,10 @@ def _frame(shown: dict[str, Any]) -> Group:
     price = "price unknown" if usd_per_h is None else f"${usd_per_h:.2f}/h"
     head = (
         f"{shown['url']}  plan {plan['version']} ({plan['strategy']})  {price}  "
-        f"{shown['open_requests']} open  last {shown['span_s']:.0f} s"
+        f"{shown['open_requests']} open requests  last {shown['span_s']:.0f} s"
     )
     if not shown["controller"]:
-        head += "  no controller"
+        head += "  controller DOWN"
     grids = (_models(shown["models"]), _replicas(shown["replicas"]), _links(shown["links"]))
     parts = [(Text(""), grid) for grid in grids if grid is not None]
     return Group(Text(head, style="bold"), *(item for part in parts for item in part))
@@ -352,7 +352,7 @@ def _grid(items: Iterable[Any], columns: dict[str, Callable[[Any], object]], gap
 
 def _models(models: dict[str, Any]) -> Table:
     columns: dict[str, Callable[[Any], object]] = {
-        "model": lambda item: _short(item[0], MOST_MODEL_WIDTH),
+        "model": lambda item: _short(item[0], MODEL_NAME_MAX_WIDTH),
         "req/s": lambda item: f"{item[1]['requests_per_s']:.1f}",
         "prompt\ntok/s": lambda item: _tokens_per_s(item[1]["prompt_tokens_per_s"]),
         "output\ntok/s": lambda item: _tokens_per_s(item[1]["output_tokens_per_s"]),
@@ -372,25 +372,25 @@ def _replicas(replicas: list[dict[str, Any]]) -> Table:
         "replica": lambda item: _short(item["replica"]),
         "role": lambda item: item["role"],
         "state": lambda item: item["state"] + ("?" if item["doubted"] else ""),
-        "busy": lambda item: item["open_requests"],
-        "wait": lambda item: item["waiting"],
-        "KV": lambda item: "-" if item["kv_used"] is None else f"{item['kv_used']:.0%}",
+        "open": lambda item: item["open_requests"],
+        "queue": lambda item: item["waiting"],
+        "KV used": lambda item: "-" if item["kv_used"] is None else f"{item['kv_used']:.0%}",
         "pace": lambda item: "-" if item["pace"] is None else f"{item['pace']:.2f}",
         "step": lambda item: _seconds(item["step_s"]),
     }
-    shown = sorted(replicas, key=lambda each: -each["open_requests"])[:MOST_ROWS]
+    shown = sorted(replicas, key=lambda each: -each["open_requests"])[:MAX_ROWS]
     return _grid(sorted(shown, key=lambda each: str(each["replica"])), columns, gap=1)
 
 
 def _links(links: list[dict[str, Any]]) -> Table | None:
-    """Between regions; None where there is but one."""
+    """The busiest links between regions; None without links."""
     columns: dict[str, Callable[[Any], object]] = {
         "link": lambda link: f"{_short(link['source'], 26)} > {_short(link['target'], 26)}",
-        "used": lambda link: f"{link['utilisation']:.0%}",
+        "utilization": lambda link: f"{link['utilisation']:.0%}",
         "Gbit/s": lambda link: f"{link['gbps']:.3g}",
-        "KV that waits": lambda link: render.bytes_(link["queued_bytes"]),
+        "KV queued": lambda link: render.bytes_(link["queued_bytes"]),
     }
-    busiest = sorted(links, key=lambda each: -each["utilisation"])[:MOST_ROWS]
+    busiest = sorted(links, key=lambda each: -each["utilisation"])[:MAX_ROWS]
     return _grid(busiest, columns) if links else None
 
 
@@ -403,5 +403,5 @@ def _tokens_per_s(value: float) -> str:
 
 
 def _short(name: str, most: int = 35) -> str:
-    """A replica's name with its end, which tells them apart."""
+    """A name shortened in its middle, as names differ at their ends."""
     return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most - most // 2) :]}"

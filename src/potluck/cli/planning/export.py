@@ -31,28 +31,38 @@ CHECK_S = 120.0
 @argument("kind", metavar="KIND", type=click.Choice(KINDS))
 @argument("plan", type=EXISTING)
 @argument("spec", type=EXISTING)
+@option("--out", type=PATH, help="New or empty folder for the files. Optional with --check.")
 @option(
-    "--out", type=PATH, help="A new or empty folder for the files; needed unless --check is all you want."
+    "--check", is_flag=True, help="Start the result here with mock engines and send a request to each model."
 )
-@option("--check", is_flag=True, help="Start what was written here, with mock engines, and ask each model.")
-@option("--within", "within_s", type=click.FloatRange(1.0), default=CHECK_S, help="With --check, in s.")
-@option("--models", default="/models", help="Where models' directories lie on every machine.")
-@option("--weights", multiple=True, metavar="MODEL=hf://ORG/NAME", help="Pull a model's weights from there.")
-@option("--volume", default="potluck-models", help="Of Kubernetes: a claim with models, or /FOLDER of nodes.")
-@option("--image", default="potluck", help="Container image of the gateway: deploy/Dockerfile.")
-@option("--engine-image", help="Image of engines; else potluck-vllm or potluck-engine.")
-@option("--namespace", default="potluck", help="Of Kubernetes.")
-@option("--gateways", type=click.IntRange(1, 100), help="Of Kubernetes; else 2.")
-@option("--address", "addresses", multiple=True, metavar="BOX=HOST", help="Where a machine is reached.")
-@option("--infra", multiple=True, metavar="REGION=CLOUD/REGION", help="A region as SkyPilot calls it.")
-@option("--gpu-label", "labels", multiple=True, metavar="GPU=LABEL", help="What nodes say of a GPU.")
-@option("--setup", default="pip install potluck[gateway]", help="How SkyPilot's machines get Potluck.")
-@option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
+@option(
+    "--within", "within_s", type=click.FloatRange(1.0), default=CHECK_S, help="Time limit of --check in s."
+)
+@option("--models", default="/models", help="Folder of the models on every machine.")
+@option(
+    "--weights", multiple=True, metavar="MODEL=hf://ORG/NAME", help="Download a model's weights from the hub."
+)
+@option(
+    "--volume",
+    default="potluck-models",
+    help="Kubernetes: PersistentVolumeClaim with the models, or a /FOLDER of nodes.",
+)
+@option("--image", default="potluck", help="Gateway image (deploy/Dockerfile).")
+@option("--engine-image", help="Engine image. Default: potluck-vllm or potluck-engine.")
+@option("--namespace", default="potluck", help="Kubernetes namespace.")
+@option("--gateways", type=click.IntRange(1, 100), help="Kubernetes: gateway replicas. Default: 2.")
+@option("--address", "addresses", multiple=True, metavar="BOX=HOST", help="Address of a machine.")
+@option("--infra", multiple=True, metavar="REGION=CLOUD/REGION", help="SkyPilot name of a region.")
+@option(
+    "--gpu-label", "labels", multiple=True, metavar="GPU=LABEL", help="Kubernetes node label of a GPU type."
+)
+@option("--setup", default="pip install potluck[gateway]", help="SkyPilot: command that installs Potluck.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def export(kind: str, plan: Path, spec: Path, out: Path | None, as_json: bool, **options: Any) -> None:
-    """Write PLAN, made for SPEC, as files that start it: shell commands, Compose, Kubernetes, SkyPilot.
+    """Write the files that deploy PLAN, made for SPEC.
 
-    KIND is one of commands, compose, kubernetes, skypilot. Nothing is rented, and no file has a secret in it. What
-    is left to you is said, a line each. docs/deploy.md tells more.
+    KIND is commands (shell), compose, kubernetes or skypilot. Nothing is rented, and no file contains secrets. The
+    remaining steps are printed. See docs/deploy.md.
 
     \b
     Examples:
@@ -75,7 +85,7 @@ def export(kind: str, plan: Path, spec: Path, out: Path | None, as_json: bool, *
 
             checked = checked_export(kind, folder, exported.plan, exported.spec, options["within_s"])
         for line in exported.notes:
-            click.echo(f"potluck: left out: {line}", err=True)
+            click.echo(f"potluck: to do: {line}", err=True)
         if as_json:
             counts = {"machines": len(exported.fleet.boxes), "engines": len(exported.fleet.placements)}
             body = {
@@ -100,7 +110,7 @@ class ExportedFiles:
     fleet: PlacedPlan
     files: dict[str, str]
     notes: list[str]
-    """What is left to whoever starts them."""
+    """Steps that remain for the operator."""
 
 
 def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, Any]) -> ExportedFiles:

@@ -504,7 +504,7 @@ def apply(service: ServiceView, running_service: LiveService, best_option: Repla
     )
     service.store.note(time.time(), "plan", f"version {version}, {cost}, {why}", BY_HAND)
     change = f"{cost} (was ${running_service.plan.total_usd_per_h:.2f}/h)"
-    return f"applied plan {version}: {best_option.step}, {change}; `potluck scale --auto` undoes it"
+    return f"applied plan {version}: {best_option.step}, {change}; `potluck fleet scale --auto` undoes it"
 
 
 def is_no_better(plan: Plan, running_plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""`potluck trace`: look at request traces, convert them, also to another rate, make them from the catalog."""
+"""`potluck trace`: statistics, conversion and generation of request traces."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 _file = argument("file", type=PATH)
-_out = option("--out", required=True, type=PATH, help="File to write; .gz packs it.")
+_out = option("--out", required=True, type=PATH, help="File to write; .gz compresses it.")
 _to = option("--to", "to", type=click.Choice(["azure", "mooncake", "burstgpt"]), help="Format to write.")
-_seed = option("--seed", default=0, help="Seed of whatever is drawn at random.")
-_json = option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
+_seed = option("--seed", default=0, help="Random seed.")
+_json = option("--json", "as_json", is_flag=True, help="Print JSON.")
 _positive = click.FloatRange(min=0, min_open=True, max=1e9)
 
 
@@ -36,7 +36,7 @@ def trace() -> None:
 @_file
 @option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def stats_command(file: Path, as_json: bool) -> None:
-    """How fast, how bursty and how long the requests of FILE are."""
+    """Show rate, burstiness and lengths of the requests in FILE."""
     from potluck.spec.traces import load_trace, trace_stats
 
     stats = trace_stats(load_trace(file))
@@ -48,12 +48,12 @@ def stats_command(file: Path, as_json: bool) -> None:
 
 @trace.command("convert")
 @_file
-@option("--rate", type=_positive, help="Requests a second to bring it to, on average; else its own.")
+@option("--rate", type=_positive, help="Target mean rate in req/s. Default: unchanged.")
 @option(
     "--how",
     type=click.Choice(["stretch", "superpose"]),
     default="stretch",
-    help="stretch: all gaps by one factor. superpose: keep the clock, thin it out or lay shifted copies over it.",
+    help="stretch: scale inter-arrival times. superpose: keep times; drop requests or add shifted copies.",
 )
 @_to
 @_seed
@@ -83,9 +83,13 @@ def convert_command(
 
 @trace.command("make")
 @argument("name")
-@option("--rate", type=_positive, help="Requests a second [default: the source's, where it has one]")
+@option("--rate", type=_positive, help="Rate in req/s. [default: the workload's]")
 @option("--requests", default=10_000, type=click.IntRange(1, 20_000_000))
-@option("--cv", type=click.FloatRange(0, 1000), help="Variation of gaps; 1 is Poisson [default: the entry's]")
+@option(
+    "--cv",
+    type=click.FloatRange(0, 1000),
+    help="CV of inter-arrival times; 1: Poisson. [default: the workload's]",
+)
 @_to
 @_seed
 @_out
@@ -100,7 +104,7 @@ def make_command(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Draw requests of the catalog's workload NAME; `potluck catalog workloads` lists them."""
+    """Generate requests of a catalog workload; `potluck catalog workloads` lists them."""
     from potluck.cli.common.workloads import WorkloadOptions, of_name, to_trace
 
     try:

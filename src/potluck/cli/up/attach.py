@@ -624,7 +624,6 @@ class AttachShow:
             click.echo(f"{answer.model} answered {run_service.QUESTION!r} after {seconds(answer.e2e_s)}")
 
     def _show(self, unserved: dict[str, str], took_s: float) -> None:
-
         stack, reasons = self.stack, self._shown or {}
         served = [model for model in self.models if model not in unserved]
         if served:
@@ -635,7 +634,7 @@ class AttachShow:
             click.echo(f"NOT served: {', '.join(unserved)} (requests get 503)")
         price = stack.plan.known_total_usd_per_h
         cost = "hardware and price unknown" if price is None else f"${price:.2f}/h as planned"
-        click.echo(f"ready after {seconds(took_s)}; {cost}; Ctrl-C drains")
+        click.echo(f"ready after {seconds(took_s)}; {cost}; Ctrl-C drains and stops it")
         for entry in self.source.attachment.entries:
             if not reasons.get(server_name(entry.base_url, entry.model)):
                 limit = f", up to {entry.max_model_len:,} tokens" if entry.max_model_len else ""
@@ -645,13 +644,15 @@ class AttachShow:
                 paragraph(f"not used: {reason}", "  ")
         for line in (*stack.said, *self.source.attachment.lines):
             paragraph(line, "  ")
-        click.echo(f"Watch it at {stack.client.url}/")
-        click.echo(f"  (orders there need the key in {stack.key_file})")
+        click.echo(f"Operator page: {stack.client.url}/")
+        click.echo(f"  (changes there need the key in {stack.key_file})")
         if served:
             summary = run_service.ServiceSummary(
                 stack.url, tuple(served), stack.plan, (), took_s, stack.keyed
             )
-            click.echo(f"Try it, or see `potluck status` in another terminal:\n{run_service.curl(summary)}")
+            click.echo(
+                f"Send a request, or run `potluck status` in another terminal:\n{run_service.curl(summary)}"
+            )
 
 
 def vars_of(answer: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`potluck up --on ray | kubernetes`: engines on machines of a cluster that somebody operates."""
+"""`potluck up --on ray | kubernetes`: engines on the machines of an existing cluster."""
 
 from __future__ import annotations
 
@@ -29,18 +29,26 @@ ENGINE_KEY = "engine.key"
 
 
 elsewhere_options = option_group(
-    option("--on", default="here", type=click.Choice(["here", "ray", "kubernetes"]), help="Where to run."),
-    option("--cluster", default="auto", help="With --on: its address; else the one that is found."),
-    option("--image", default="potluck", help="Of engines on Kubernetes."),
-    option("--namespace", default="potluck", help="Of engines on Kubernetes."),
-    option("--gpu-label", "gpu_labels", multiple=True, metavar="GPU=NAME", help="A GPU's name there."),
+    option(
+        "--on", default="here", type=click.Choice(["here", "ray", "kubernetes"]), help="Where engines run."
+    ),
+    option("--cluster", default="auto", help="With --on: cluster address. auto: the configured one."),
+    option("--image", default="potluck", help="With --on kubernetes: engine image."),
+    option("--namespace", default="potluck", help="With --on kubernetes: namespace of engines."),
+    option(
+        "--gpu-label",
+        "gpu_labels",
+        multiple=True,
+        metavar="GPU=NAME",
+        help="With --on: the cluster's name of a GPU type.",
+    ),
     option(
         "--engine-tls",
         nargs=3,
         metavar="CERTIFICATE KEY AUTHORITY",
-        help="With --on ray: files of every machine, for TLS with engines; %host% in a name is its address.",
+        help="With --on ray: TLS files on every machine; %host% in a name is its address.",
     ),
-    option("--host", default="127.0.0.1", help="Where clients reach it."),
+    option("--host", default="127.0.0.1", help="Address that clients use."),
 )
 
 

@@ -1,4 +1,4 @@
-"""What `potluck up` serves with: a plan that is read or made, and tried in a short rehearsal."""
+"""The plan of `potluck up`: read or made, and checked in a short simulation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def prepared(
     report_stage: ReportStage,
     plan: Plan | None = None,
 ) -> PreparedPlan:
-    """What to serve with: a plan that is in force already, that of a file, or one that is made for the spec."""
+    """The plan in force, that of a file, or a new one for the spec."""
     if plan is not None:
         return PreparedPlan(SimulationInputs(spec, _problem(spec, choices), plan))
     if len(paths) == 2:
@@ -61,7 +61,7 @@ def prepared(
 
 
 def tried_as_it_is(inputs: SimulationInputs, choices: PlanChoices, report_stage: ReportStage) -> PreparedPlan:
-    """A plan that stays, with what simulation says of it: what it was proven to do is not tried again in less."""
+    """A fixed plan with its simulated SLO attainment, from the plan file where that has it."""
     from potluck.cli.planning.rehearsal import evidence_line, known_of, tried_briefly
 
     if choices.averages:
@@ -94,7 +94,7 @@ def _planned(spec: Spec, choices: PlanChoices, report_stage: ReportStage) -> Pre
 def planned_for_all(
     spec: Spec, choices: PlanChoices, report_stage: ReportStage
 ) -> tuple[float, Callable[[Spec], SimulationInputs]]:
-    """Requests/s that a fleet can do of the spec's one model, and what plans for such a spec with another rate."""
+    """The capacity of a fleet for the spec's only model in req/s, and a planner for the spec with another rate."""
     from potluck.cli.planning.plan import require_service
     from potluck.plan.assemble.even_shares import balance_load
     from potluck.plan.strategies import STRATEGIES, SolveSettings
@@ -139,7 +139,7 @@ def factory_for(
 
 
 def limit(factory: TemplateFactory, choices: PlanChoices) -> None:
-    """Leave the kinds of templates out that the engines here cannot be."""
+    """Exclude the kinds of templates that the engines of this command cannot run."""
     from potluck.plan.strategies.pool_strategy import machines_key
 
     problem = factory.problem
@@ -153,14 +153,14 @@ def _short_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[str, ...]
     if fraction >= 1:
         return ()
     able = ", ".join(f"{demand.name} {demand.rate_per_s * fraction:.3g}/s" for demand in problem.demands)
-    what = f"of {sum(demand.rate_per_s for demand in problem.demands):.3g} requests/s that are asked for"
-    return (f"this fleet can do {able} {what}; the rest waits or is refused (`potluck plan` says why)",)
+    what = f"of {sum(demand.rate_per_s for demand in problem.demands):.3g} req/s demanded"
+    return (f"this fleet can serve {able} {what}; the rest is queued or refused (see `potluck plan`)",)
 
 
 def _rehearsed(
     spec: Spec, factory: TemplateFactory, outcome: PlanOutcome, settings: SolveSettings
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The cheapest plan that holds in simulation; the one that came closest where none does."""
+    """The cheapest plan that meets its SLOs in simulation, else the one that came closest."""
     from potluck.cli.planning.rehearsal import RehearsalOptions, evidence_line, rehearsed
     from potluck.plan.strategies import STRATEGIES
 
@@ -171,9 +171,12 @@ def _rehearsed(
     lines = tuple(evidence_line(item.told()) for item in best_plan.evidence)
     more = best_plan.cost_usd_per_h - outcome.plan.total_usd_per_h
     if not result.holds:
-        lines = (*lines, f"no plan held in simulation ({result.end}); this one came closest")
+        lines = (*lines, f"no plan met its SLOs in simulation ({result.end}); this one came closest")
     elif more > 0.005:
-        lines = (*lines, f"${more:.2f}/h of it is headroom that the rehearsal asked for")
+        lines = (
+            *lines,
+            f"${more:.2f}/h more than the cheapest plan for mean traffic, which missed its SLOs in simulation",
+        )
     return result.outcome.plan, lines
 
 
@@ -185,7 +188,7 @@ def with_offers(
 
 
 def scheduled(folder: Path, paths: tuple[Path, ...]) -> tuple[DayPlans, tuple[Path, ...]]:
-    """All plans of a day, each checked before anything is started; and the one to begin with, before its spec."""
+    """All plans of a day, checked before anything starts, and the paths of the first plan and its spec."""
     from potluck.cli.planning.schedule import plan_file
     from potluck.control.plan_requests import DayPlans
 

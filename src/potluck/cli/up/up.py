@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def startup(total: int) -> Iterator[Callable[[str], None]]:
-    """Says what is being done: a bar on a terminal, else a line for each kind of thing."""
+    """Reports start-up stages: a progress bar on a terminal, else a line per stage."""
     with progress(total) as bar:
         yield bar if sys.stderr.isatty() and not unstyled() else _lines()
 
@@ -67,34 +67,36 @@ def startup(total: int) -> Iterator[Callable[[str], None]]:
 def _lines() -> Callable[[str], None]:
     last = ""
 
-    def said(stage: str) -> None:
+    def report_stage(stage: str) -> None:
         nonlocal last
         kind = "planning" if " templates of " in stage else stage.partition(",")[0]
         if kind != last:
             last = kind
             click.echo(kind, err=True)
 
-    return said
+    return report_stage
 
 
 def show_ready(served: ServiceSummary) -> None:
     plan = served.plan
     cost = f"${plan.total_usd_per_h:.2f}/h as planned"
     click.echo(f"Serving {', '.join(served.models)} at {served.url}")
-    click.echo(f"ready after {seconds(served.ready_s)}; {cost}; Ctrl-C drains")
+    click.echo(f"ready after {seconds(served.ready_s)}; {cost}; Ctrl-C drains and stops it")
     for line in lossy_notices(plan):
         click.echo(line)
     for deployment in plan.deployments:
         click.echo(f"  {deployment.count} x {deployment.template} in {deployment.region}")
     for flow in sorted({(item.prefill_region, item.decode_region) for item in plan.flows}):
         if flow[0] != flow[1]:
-            click.echo(f"  prompts computed in {flow[0]} are answered in {flow[1]}")
+            click.echo(f"  KV transfers: prefill in {flow[0]}, decode in {flow[1]}")
     for line in served.lines:
         paragraph(line, "  ")
     if served.page:
-        click.echo(f"Watch it at {served.page}/")
-        click.echo(f"  (orders there need the key in {served.key_file})")
-    click.echo(f"Try it, or see `potluck top`, `status`, `bench` in another terminal:\n{curl(served)}")
+        click.echo(f"Operator page: {served.page}/")
+        click.echo(f"  (changes there need the key in {served.key_file})")
+    click.echo(
+        f"Send a request, or run `potluck top`, `status` or `bench` in another terminal:\n{curl(served)}"
+    )
 
 
 def ready_json(served: ServiceSummary) -> dict[str, object]:
@@ -109,9 +111,9 @@ def ready_json(served: ServiceSummary) -> dict[str, object]:
     }
 
 
-CHECK_S = 300.0
-LOG_LINES = 10  # Of an engine that cannot be started, as they are shown.
-REMIND_S = 30.0  # Between two lines about the same thing that is waited for.
+CHECK_TIMEOUT_S = 300.0
+FAILED_ENGINE_LOG_LINES = 10
+REMINDER_INTERVAL_S = 30.0  # Between two lines about the same missing engines.
 
 
 def demo() -> Path:
@@ -120,51 +122,71 @@ def demo() -> Path:
 
 @click.command()
 @argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=FILE)
-@option("--port", type=click.IntRange(0, 65535), help="Clients'; else 8000 or the next free one. 0: any.")
-@option("--state", type=PATH, help="A folder for state and logs; else one by the spec.")
+@option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="Port for clients. Default: 8000 or the next free one; 0: any.",
+)
+@option("--state", type=PATH, help="Folder for state and logs. Default: one per spec.")
 @option(
     "--engine",
     "style",
     default="emulated",
     type=click.Choice(["emulated", "mock", "gpu", "vllm"]),
-    help="emulated: the small model at the planned GPUs' pace; mock: made-up tokens at that pace; "
-    "gpu: the models' own weights on this machine's GPUs; vllm: the same in stock vLLM.",
+    help="emulated: a small model at the speed of the planned GPUs; mock: random tokens at that speed; "
+    "gpu: the models' weights on this machine's GPUs; vllm: the same in stock vLLM.",
 )
-@option("--vllm-python", default=sys.executable, show_default=False, help="With --engine vllm: its Python.")
-@option("--vllm-flags", default="", metavar="TEXT", help="With --engine vllm: further flags of vLLM's.")
-@option("--model", type=FOLDER, help="Serve this model on this machine's GPUs; without SPEC.")
-@option("--measure/--no-measure", default=True, help="With --model: each kind of GPU.")
-@option("--shares", default="", metavar="50,25,12", help="With --model: this machine's one GPU as several.")
+@option(
+    "--vllm-python",
+    default=sys.executable,
+    show_default=False,
+    help="With --engine vllm: Python interpreter of vLLM.",
+)
+@option("--vllm-flags", default="", metavar="TEXT", help="With --engine vllm: further vLLM options.")
+@option("--model", type=FOLDER, help="Serve this model on this machine's GPUs, without a SPEC.")
+@option(
+    "--measure/--no-measure", default=True, help="With --model: measure step times of each GPU type first."
+)
+@option(
+    "--shares",
+    default="",
+    metavar="50,25,12",
+    help="With --model: split this machine's GPU, percent per part.",
+)
 @option("--device", default="cuda", hidden=True, help="Where engines compute that should on GPUs.")
 @option(
-    "--attach", type=FILE, help="Only a gateway, over servers that run already; see docs/existing-servers.md."
+    "--attach", type=FILE, help="Start only a gateway, over running servers; see docs/existing-servers.md."
 )
-@option("--engine-ca", type=FILE, help="With --attach: authority of the servers' certificates.")
-@option("--averages", is_flag=True, help="Take the plan as it is, without a rehearsal.")
-@option("--advise", is_flag=True, help="Only recommend other plans; change nothing by itself.")
-@option("--market", type=FILE, help="Prices and notices in a file that is watched; see docs/operating.md.")
+@option("--engine-ca", type=FILE, help="With --attach: CA certificate of the servers.")
+@option("--averages", is_flag=True, help="Plan for mean traffic only; skip the simulation.")
+@option("--advise", is_flag=True, help="Recommend new plans instead of applying them.")
+@option("--market", type=FILE, help="File of prices and preemption notices to watch; see docs/operating.md.")
+@option("--schedule", type=FOLDER, help="Plans by time of day, from `potluck schedule --out`.")
+@option("--policy", multiple=True, help="NAME=VALUE: override a policy of the spec.")
+@option("--time-limit", "time_limit_s", type=float, default=30.0, help="Planning time limit in CPU-seconds.")
+@option("--check", is_flag=True, help="Send one request when ready, then stop.")
 @option(
-    "--schedule", type=FOLDER, help="Plans that take turns by the time of day, from `potluck schedule --out`."
+    "--within",
+    "within_s",
+    type=click.FloatRange(1.0),
+    default=CHECK_TIMEOUT_S,
+    help="Time limit of --check in s.",
 )
-@option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
-@option("--time-limit", "time_limit_s", type=float, default=30.0, help="To plan, in s.")
-@option("--check", is_flag=True, help="Ask one question once it is ready, and stop.")
-@option("--within", "within_s", type=click.FloatRange(1.0), default=CHECK_S, help="With --check, in s.")
 @elsewhere_options
-@option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+@option("--json", "as_json", is_flag=True, help="Print addresses as JSON.")
 def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
-    """Plan, rehearse, start engines and a gateway, and look after them until Ctrl-C.
+    """Plan, start engines and a gateway, and operate them until Ctrl-C.
 
-    Engines are processes of this machine, or with --on of a cluster; docs/deploy.md tells what that needs.
+    Engines run on this machine, or with --on in a cluster; see docs/deploy.md.
 
     \b
     Examples:
-      potluck up                     a small mixed fleet that needs no GPU
-      potluck up potluck.yaml        your own
-      potluck up --model DIR         a model on the GPUs that this machine has
-      potluck up --attach servers.yaml potluck.yaml    servers that somebody else started
-      potluck up potluck.yaml --on ray --engine mock      on the nodes of a Ray cluster
-      potluck up --check             the same for scripts: start, ask one question, stop
+      potluck up                     a demo fleet that needs no GPU
+      potluck up potluck.yaml        the fleet of a spec
+      potluck up --model DIR         a model on this machine's GPUs
+      potluck up --attach servers.yaml potluck.yaml    servers that run already
+      potluck up potluck.yaml --on ray --engine mock   on the nodes of a Ray cluster
+      potluck up --check             start, send one request, stop
     """
     remote_target, asked = ClusterTarget.of(options), SimpleNamespace(**options)
     if attach is None:
@@ -282,11 +304,11 @@ def _resumed(
 
 @dataclass(slots=True)
 class _Show:
-    """A service that starts, as it is told about; `seen` is its one mutator."""
+    """Progress of a starting service; only `seen` changes it."""
 
     stack: LocalStack
     prepared: PreparedPlan | None
-    """None: another controller's work is resumed."""
+    """None: the service of a killed controller is resumed."""
     as_json: bool
     began_s: float
     check: bool
@@ -298,7 +320,7 @@ class _Show:
     last: str = ""
     last_s: float = 0.0
     again: bool = field(default_factory=lambda: SUPERVISED.again)
-    """Whether all of it was told before, by one that was killed."""
+    """Whether a killed predecessor has printed that the service is ready."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def quiet(self) -> None:
@@ -312,7 +334,7 @@ class _Show:
         if line != self.last:
             self.last, self.last_s = line, now_s
             self.said(line)
-        elif now_s - self.last_s > REMIND_S:
+        elif now_s - self.last_s > REMINDER_INTERVAL_S:
             self.last_s = now_s
             click.echo(f"still {line}: {self._lacking(turn)}", err=True)
         if turn.wanted and turn.up == turn.wanted and self.stack.ready:
@@ -330,13 +352,13 @@ class _Show:
 
     def _in_vain(self, stuck: StuckReplica) -> str:
         failures, log = stuck.failures, self.stack.launcher.log_of(stuck.failures.engine)
-        lines = last_lines(log, LOG_LINES)
+        lines = last_lines(log, FAILED_ENGINE_LOG_LINES)
         shown = [f"its log ends with ({log}):", *(f"  {line}" for line in lines)] if lines else []
         head = f"{stuck.replica}: {failures.alike} starts failed in the same way: {failures.why}"
         return "\n".join((head, *shown))
 
     def _lacking(self, turn: ControllerTurn) -> str:
-        """Why something is not there, and where its log is."""
+        """Why an engine is missing, and where its log is."""
         for line in turn.waiting:
             return line
         for instance in self.stack.store.instances():
