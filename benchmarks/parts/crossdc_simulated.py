@@ -204,16 +204,16 @@ def prefixes(quick: bool) -> dict[str, float]:
 
 def crossed(workload: Workload, name: str) -> dict[str, float]:
     held: dict[str, dict[str, int]] = {}
-    look = PrefixAffinity.by_region
+    look = PrefixAffinity.cached_by_region
 
     def noted(self: PrefixAffinity, request: RequestState, route_options: RouteOptions) -> dict[str, int]:
         return held.setdefault(request.request.id, look(self, request, route_options))
 
-    PrefixAffinity.by_region = noted  # type: ignore[method-assign]
+    PrefixAffinity.cached_by_region = noted  # type: ignore[method-assign]
     try:
         result = simulated(replace(SELECTIVE, threshold_tokens=8000), 100.0, workload, name)
     finally:
-        PrefixAffinity.by_region = look  # type: ignore[method-assign]
+        PrefixAffinity.cached_by_region = look  # type: ignore[method-assign]
     records = result.records
     regions = np.array([replica.region for replica in result.replicas])[records.prefill_replica]
     far = regions == FAR

@@ -56,7 +56,7 @@ def grouped_plan(kind: str) -> Plan:
     return plan([one], {(kind, "near"): 2}, {(kind, "near", "closed"): (5.0, 5.0)})
 
 
-WAITS = re.compile(
+WAITS_FOR_PAIR = re.compile(
     r"it would wait up to ([\d.]+) s for its turn; of the ([\d.]+) s to its first token "
     r"at most ([\d.]+) s may pass in waiting"
 )
@@ -92,7 +92,7 @@ def test_admission_bounds_queued_prefill_at_replicas_and_refuses_the_rest_with_r
     assert message
     assert all(item.reason == "overloaded" for item in message)
     assert all(item.retry_after_s is not None and 0 < item.retry_after_s < 3600 for item in message)
-    compared = [WAITS.fullmatch(item.detail) for item in message if "would wait" in item.detail]
+    compared = [WAITS_FOR_PAIR.fullmatch(item.detail) for item in message if "would wait" in item.detail]
     assert compared
     for result in compared:
         assert result is not None

@@ -291,12 +291,12 @@ def test_equal_copies_get_equal_shares_when_their_learned_paces_vary() -> None:
     for number, target in enumerate(targets):
         assert target.view is not None
         target.view.pace = 1.0 + 0.03 * number
-        target.timed()
+        target.update_paces()
     new_balancer = there.brain.table.ways(there.brain.table.models["m"], 0, 100).closed.prefills
     assert Counter(new_balancer.pick() for _ in range(30)) == dict.fromkeys(targets, 10)
     assert targets[2].view is not None
     targets[2].view.pace = 1.3
-    targets[2].timed()
+    targets[2].update_paces()
     targets[2].load = 1.0
     assert targets[2] not in [new_balancer.pick() for _ in range(30)]
 

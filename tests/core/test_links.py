@@ -167,21 +167,21 @@ def test_transfer_is_not_recalled_without_retries() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50_000)), max_size=60), st.floats(0.01, 20.0))
 def test_link_lateness_is_the_time_of_queued_and_own_bytes(steps: list[tuple[int, int]], gbps: float) -> None:
     links = LinkStates(build.facts((P, D)))
-    links.reported(slow_link_report(gbps))
+    links.update(slow_link_report(gbps))
     requests: dict[int, RequestState] = {}
     for name, tokens in steps:
         if name in requests:
-            links.arrived(requests.pop(name))
+            links.complete_crossing(requests.pop(name))
         else:
             requests[name] = RequestState(build.request(str(name), tokens))
-            links.send(requests[name], "far", "near", tokens)
+            links.register_crossing(requests[name], "far", "near", tokens)
     before = sum(request.prompt_tokens for request in requests.values()) * 1e5
     own = RequestState(build.request("own", 1000))
     want = before * 8e-9 / gbps + 1e8 * 8e-9 * (1 / gbps - 1 / 10.0)
-    assert links.late_s("far", "near", own) == pytest.approx(max(0.0, want), rel=1e-6, abs=1e-9)
-    assert links.late_s("near", "near", own) == 0.0
+    assert links.delay_s("far", "near", own) == pytest.approx(max(0.0, want), rel=1e-6, abs=1e-9)
+    assert links.delay_s("near", "near", own) == 0.0
     if gbps < 5.0:
-        assert [name for name, _ in links.waits_s(slow_link_report(gbps))] == [
+        assert [name for name, _ in links.recall_candidates(slow_link_report(gbps))] == [
             str(name) for name in requests
         ][::-1]
 
@@ -200,20 +200,20 @@ def test_link_lateness_of_a_tenant_is_its_own_bytes_plus_the_fair_share_of_other
     for number, (tenant, tokens) in enumerate(sent):
         request = RequestState(build.request(str(number), tokens)._replace(tenant=tenant))
         request.weight = weight[tenant]
-        links.send(request, "far", "near", tokens)
+        links.register_crossing(request, "far", "near", tokens)
         requests.append(request)
         has[tenant] += tokens * 1e5
     own = RequestState(build.request("own", 1000)._replace(tenant="a"))
     own.weight = weight["a"]
     passing = has["a"] + 1e8
     others = sum(min(has[name], passing * weight[name] / weight["a"]) for name in "bc")
-    assert links.late_s("far", "near", own) == pytest.approx((has["a"] + others) * 8e-10, rel=1e-6)
+    assert links.delay_s("far", "near", own) == pytest.approx((has["a"] + others) * 8e-10, rel=1e-6)
     # When all is over: the last of all tenants' last ones.
-    over_s = dict(links.waits_s(slow_link_report(1.0)))
+    over_s = dict(links.recall_candidates(slow_link_report(1.0)))
     if sent:
         assert max(over_s.values()) == pytest.approx(sum(has.values()) * 8e-9, rel=1e-6)
     for request in requests:
-        links.arrived(request)
+        links.complete_crossing(request)
     assert links.open_bytes == 0.0
 
 

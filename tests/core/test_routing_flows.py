@@ -174,8 +174,8 @@ def test_replica_without_decode_room_is_no_local_choice_for_a_prompt(answers: in
 def test_whole_requests_keep_their_buckets_when_other_replicas_prefill_locally(at_home: bool) -> None:
     world = world_with_aggregated_replica({("m", "near", "near"): (1.0, 0.0)} if at_home else {})
     table = world.brain.table
-    whole = [table.ways(table.models["m"], bucket, 600).closed.prefills for bucket in (0, 1)]
-    assert [len(new_balancer) for new_balancer in whole] == [1, 0 if at_home else 1]
+    whole = [table.options(table.models["m"], bucket, 600).closed.prefills for bucket in (0, 1)]
+    assert [len(balancer) for balancer in whole] == [1, 0 if at_home else 1]
 
 
 def test_without_threshold_adaptation_prompts_follow_the_planned_buckets() -> None:
@@ -302,8 +302,8 @@ def test_incremental_routing_table_equals_one_built_anew() -> None:
     fresh.adopt(LENGTHS)
     for view in world.brain.fleet.views.values():
         fresh.update(view.member.unit, view)
-    for (bucket, _), ways in old.models["m"].ways.items():
-        again = fresh.ways(fresh.models["m"], bucket, 600)
+    for (bucket, _), ways in old.models["m"].options.items():
+        again = fresh.options(fresh.models["m"], bucket, 600)
         for mine, theirs in zip([ways.closed, *ways.flows], [again.closed, *again.flows], strict=True):
             entries = ways.turns._entries.get(mine), again.turns._entries.get(theirs)
             own, anew = [entry.weight if entry is not None else 0.0 for entry in entries]

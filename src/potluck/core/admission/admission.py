@@ -228,12 +228,12 @@ class Admission:
         routes = self._table.models.get(request.request.model)
         if routes is None or request.avoid:
             return False
-        route_options = self._table.ways(routes, routes.kind(request)[0], request.total_tokens)
+        route_options = self._table.options(routes, routes.kind(request)[0], request.total_tokens)
         if flows and (
             route_options.simple or len(route_options.turns) > 1
         ):  # with several ways, turns are as planned
             return False
-        return self._router.in_time(request, route_options, self._left_s(at_s, request))
+        return self._router.send_in_time(request, route_options, self._left_s(at_s, request))
 
     def freed(self, at_s: float, replica: ReplicaState) -> list[Action]:
         replica_spec = replica.member

@@ -78,7 +78,7 @@ class Brain:
         replica = self.fleet.views.get(event.replica)
         if replica is not None and replica.status_at_s <= at_s:
             self.fleet.report(replica, event.status, at_s)
-            self.table.reported(replica)
+            self.table.count_other_gateways(replica)
             if replica.doubted:
                 return self._recovery.reported(at_s, replica)
         return []
@@ -145,7 +145,7 @@ class Brain:
 
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
         actions = self._requests.tick(at_s) + self._recovery.tick(at_s)
-        self.table.timed(self.speeds.decay_stale(at_s))
+        self.table.update_paces(self.speeds.decay_stale(at_s))
         actions += self._scale(at_s)
         if self.router.thresholds.links:
             actions += self._notes.thresholds(self.router.thresholds.links, self.autoscaler.why())
@@ -159,7 +159,7 @@ class Brain:
         for decision in thresholds:
             if isinstance(decision, SetLengths):
                 lengths = MeanLengths(decision.prompt_tokens, decision.output_tokens)
-                self.table.shifted(decision.model, lengths)
+                self.table.set_mean_lengths(decision.model, lengths)
             else:
                 self.router.thresholds.rebase(decision.model, decision.tokens)
         return self._carry_out(at_s, steps)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 from potluck.core.brain.requests import BrainState, Requests
-from potluck.core.routing.link_states import PATIENCE_S
+from potluck.core.routing.link_states import MIN_RECALL_SAVING_S
 from potluck.core.state import events as told
 from potluck.core.state.actions import Action, QueryAttempt, RefusalReason
 from potluck.core.state.fleet import ReplicaState
@@ -128,13 +128,13 @@ class Recovery:
         if not self._router.learns or self._policy.retries < 1:
             return actions
         before: dict[str, int] = {}
-        for name, over_s in self._router.links.waits_s(event):
+        for name, over_s in self._router.links.recall_candidates(event):
             request = self._requests.open[name]
             model = request.request.model
-            again_s = self._router.detours.again_s(request, before.get(model, 0))
+            again_s = self._router.link_avoidance.recompute_s(request, before.get(model, 0))
             if request.attempt or request.recalled or verdict(request, at_s, self._policy):
                 continue
-            if over_s >= again_s + PATIENCE_S:
+            if over_s >= again_s + MIN_RECALL_SAVING_S:
                 request.recalled = request.link
                 before[model] = before.get(model, 0) + request.prompt_tokens
                 actions += [*self._requests.abandon(request), self._inquiries.ask(at_s, request)]

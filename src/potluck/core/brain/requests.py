@@ -180,7 +180,7 @@ class Requests:
                 return [self.run(at_s, request)]
             if answer is RoutingResult.FULL:
                 return self._admission.line_up(at_s, request, routes)
-            if answer is RoutingResult.WAITS:
+            if answer is RoutingResult.WAITS_FOR_PAIR:
                 self.held.wait(at_s, request, self._policy)
                 return []
         self.held.add(at_s, request, self._policy)
@@ -243,7 +243,7 @@ class Requests:
         going_on = request.done < len(request.earlier)
         onto = request.earlier[request.done][0] if going_on else request.last
         if request.link or request.cargo:
-            self._router.links.handed(request, going_on)
+            self._router.links.segment_handed_over(request, going_on)
         if request.watched_s >= 0 and onto is not None:
             self._speeds.handed(at_s, request, replica, replica.member.region == onto.member.region)
         actions: list[Action] = []
@@ -256,7 +256,7 @@ class Requests:
 
     def _prompt_done(self, request: RequestState) -> None:
         if request.yielding is not None:
-            self._router.timely.caught_up(request)
+            self._router.deadlines.stop_yielding(request)
         if len(request.charges) == 2:
             (target, load), rest = request.charges
             target.lighten(load)
@@ -342,9 +342,9 @@ class Requests:
                 self._tenants.left(request)
         request.watched_s = -1.0
         if request.yielding is not None:
-            self._router.timely.caught_up(request)
+            self._router.deadlines.stop_yielding(request)
         if request.link or request.cargo:
-            self._router.links.over(request)
+            self._router.links.request_ended(request)
         if request.charges:
             for target, load in request.charges:
                 target.lighten(load)
@@ -374,7 +374,7 @@ class Requests:
             if request is None or request.state != WAITING or request.pair is not pair_target:
                 continue
             if pair_target.usable:
-                self._router.pair(pair_target, request)
+                self._router.send_to_pair(pair_target, request)
                 actions.append(self.run(at_s, request))
             else:
                 request.pair = None

@@ -148,4 +148,4 @@ class LearnedSpeeds:
 
 def _update_target_paces(request: RequestState) -> None:
     for target, _ in request.charges:
-        target.timed()
+        target.update_paces()

@@ -1,8 +1,8 @@
-"""Prefix affinity: whether to go where a prefix is cached (longest cached prefix against load).
+"""Prefix affinity: routing to replicas that cache a prompt's prefix (longest cached prefix against load).
 
-    score = affinity x seconds of prefill saved - seconds of waiting more
+    score = affinity x seconds of prefill saved - seconds of extra waiting
 
-With an objective, a second of prompt counts BESIDE seconds more for each request open there: their tokens wait."""
+With an SLO, each second of prefill also counts PREFILL_STALL_WEIGHT seconds per open request there."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import RequestState
 from potluck.core.state.targets import Target
 
-BESIDE: Final = 0.05
+PREFILL_STALL_WEIGHT: Final = 0.05
 
 
-Lender = tuple[ReplicaState, int] | None  # Who sends a prefix, and how many tokens of it.
+Lender = tuple[ReplicaState, int] | None  # The replica that sends a prefix, and its tokens.
 
 
 class PrefixAffinity:
-    """Answers from the index, the table and the counts on replicas; owns nothing."""
+    """Stateless: answers from the prefix index, the routing table and the load counts of replicas."""
 
     def __init__(self, policy: Policy, table: RoutingTable, index: PrefixIndex) -> None:
         self._facts = table.facts
@@ -34,66 +34,71 @@ class PrefixAffinity:
         self._table = table
         self._index = index
 
-    def better(self, default_target: Target, balancer: Balancer, request: RequestState) -> Target | None:
-        """A target whose cached prefix is worth more than what waiting there costs; None to stay."""
+    def better_target(
+        self, default_target: Target, balancer: Balancer, request: RequestState
+    ) -> Target | None:
+        """A target whose cached prefix saves more than waiting there costs; None to stay with the default."""
         blocks = request.request.blocks
         index = self._index
         if not len(index):
             return None
-        exact = self._exact(request)
+        exact = self._needs_checkpoints(request)
         _, holders = index.deepest(
-            blocks, lambda replica: self._holder(replica, balancer, request) is not None, exact=exact
+            blocks, lambda name: self._target_holding(name, balancer, request) is not None, exact=exact
         )
         if not holders:
             return None
-        first_replica = _prefiller(default_target)
-        name = first_replica.member.id
-        saved = {name: self._saved_s(first_replica, request)}
-        waits = {name: self._wait_s(first_replica, request)}
-        targets = {name: default_target}
-        for replica in holders:
-            target = self._holder(replica, balancer, request)
-            if target is None or replica in targets:
+        default_replica = _prefill_replica(default_target)
+        default_name = default_replica.member.id
+        saved_s = {default_name: self._saved_s(default_replica, request)}
+        waits_s = {default_name: self._wait_s(default_replica, request)}
+        targets = {default_name: default_target}
+        for name in holders:
+            target = self._target_holding(name, balancer, request)
+            if target is None or name in targets:
                 continue
-            replica_state = self._fleet.views[replica]
-            targets[replica] = target
-            saved[replica] = self._saved_s(replica_state, request)
-            waits[replica] = self._wait_s(replica_state, request)
-        best = best_holder(saved, waits, name, self._policy.affinity)
-        return targets[best] if targets[best] is not default_target else None
+            replica = self._fleet.views[name]
+            targets[name] = target
+            saved_s[name] = self._saved_s(replica, request)
+            waits_s[name] = self._wait_s(replica, request)
+        best_name = best_holder(saved_s, waits_s, default_name, self._policy.affinity)
+        return targets[best_name] if targets[best_name] is not default_target else None
 
-    def prefiller(self, views: list[ReplicaState], request: RequestState) -> ReplicaState:
-        """Of a group's prefill replicas, the one that is done with the request's prefill first."""
+    def best_prefiller(self, views: list[ReplicaState], request: RequestState) -> ReplicaState:
+        """The prefill replica of a group that finishes the request's prefill first."""
         if len(views) == 1:
             return views[0]
         if not len(self._index):
             return min(views, key=lambda replica: self._wait_s(replica, request))
-        weight = self._policy.affinity
-        return min(views, key=lambda v: self._wait_s(v, request) - weight * self._saved_s(v, request))
+        affinity = self._policy.affinity
+        return min(
+            views,
+            key=lambda replica: self._wait_s(replica, request) - affinity * self._saved_s(replica, request),
+        )
 
     def most_cached(self, request: RequestState) -> int:
         if not request.request.blocks or self._policy.affinity == 0 or not len(self._index):
             return 0
-        return self._cached_where(request)
+        return self._max_cached(request)
 
-    def by_region(self, request: RequestState, route_options: RouteOptions) -> dict[str, int]:
-        """Tokens cached by some replica of each region that ways over links begin or end in."""
+    def cached_by_region(self, request: RequestState, route_options: RouteOptions) -> dict[str, int]:
+        """For each region at either end of a crossing flow, the most tokens that one replica there has cached."""
         if not request.request.blocks or self._policy.affinity == 0 or not len(self._index):
             return {}
-        numbers: dict[str, int] = {}
+        cached_tokens: dict[str, int] = {}
         for route_option in route_options.flows:
             for region in (route_option.source, route_option.target) if route_option.crosses else ():
-                if region not in numbers:
-                    numbers[region] = self._cached_where(request, region)
-        return numbers
+                if region not in cached_tokens:
+                    cached_tokens[region] = self._max_cached(request, region)
+        return cached_tokens
 
     def to_compute(self, request: RequestState, replica: ReplicaState, start: int, stop: int) -> int:
-        """Tokens of [start, stop) that a replica is not known to hold; the last one is always computed."""
+        """Tokens of [start, stop) that a replica has to compute; the last token is always computed."""
         if not request.request.blocks or self._policy.affinity == 0:
             return stop - start
         return max(1, stop - max(start, self.cached(replica, request)))
 
-    def lender(
+    def find_lender(
         self,
         request: RequestState,
         first_replica: ReplicaState,
@@ -101,51 +106,57 @@ class PrefixAffinity:
         abroad: bool,
         excluded_replica: ReplicaState | None,
     ) -> Lender:
-        """Who sends more of the prefix than `first` holds sooner than it is computed, and how much."""
+        """The replica from which fetching more of the prefix than `first_replica` holds saves most time, with the
+        tokens to fetch; None if computing is faster."""
         blocks, facts = request.request.blocks, first_replica.facts
         if not blocks or facts is None or self._policy.affinity == 0 or not len(self._index):
             return None
-        own, region = self.cached(first_replica, request), first_replica.member.region
+        own_tokens, region = self.cached(first_replica, request), first_replica.member.region
         model = self._facts.models.get(request.request.model)
-        if model is None or own >= min(len(blocks) * model.block_tokens, request.request.prompt_tokens - 1):
+        if model is None or own_tokens >= min(
+            len(blocks) * model.block_tokens, request.request.prompt_tokens - 1
+        ):
             return None
 
-        def lends(replica: str) -> bool:
-            replica_state = self._fleet.views.get(replica)
+        def may_send(replica: str) -> bool:
+            candidate = self._fleet.views.get(replica)
             if (
-                replica_state is None
-                or replica_state is first_replica
-                or replica_state is excluded_replica
-                or not may_lend(replica_state, request)
+                candidate is None
+                or candidate is first_replica
+                or candidate is excluded_replica
+                or not may_lend(candidate, request)
             ):
                 return False
-            if replica_state.kv_version != first_replica.kv_version:
+            if candidate.kv_version != first_replica.kv_version:
                 return False
-            if replica_state.member.region == region:
+            if candidate.member.region == region:
                 return self._policy.pool_caches
-            return abroad and links.carries(replica_state.member.region, region, request)
+            return abroad and links.carries(candidate.member.region, region, request)
 
-        _, holders = self._index.deepest(blocks, lends, exact=model.exact_prefix)
-        best: Lender = None
-        least_s = 0.0
+        _, holders = self._index.deepest(blocks, may_send, exact=model.exact_prefix)
+        best_lender: Lender = None
+        least_net_s = 0.0
         for name in holders:
-            replica_state = self._fleet.views[name]
-            held = self.cached(replica_state, request)
-            if held <= own or not _roomy(replica_state, held):
+            candidate = self._fleet.views[name]
+            held_tokens = self.cached(candidate, request)
+            if held_tokens <= own_tokens or not _has_room_for(candidate, held_tokens):
                 continue
-            saved_s = (facts.prompt_s(held, own) - facts.prompt_s(own, own)) * first_replica.pace
-            more_s = links.fetch_s(request, replica_state, first_replica, own, held) - saved_s
-            if more_s < least_s:
-                best, least_s = (replica_state, held), more_s
-        if best is not None and model.exact_prefix and best[1] + 1 < request.prompt_tokens:
-            # Up to a checkpoint an engine would have to begin at the one before: it computes its last token anew.
-            return best[0], best[1] + 1
-        return best
+            saved_s = (
+                facts.prompt_s(held_tokens, own_tokens) - facts.prompt_s(own_tokens, own_tokens)
+            ) * first_replica.pace
+            net_s = links.fetch_s(request, candidate, first_replica, own_tokens, held_tokens) - saved_s
+            if net_s < least_net_s:
+                best_lender, least_net_s = (candidate, held_tokens), net_s
+        if best_lender is not None and model.exact_prefix and best_lender[1] + 1 < request.prompt_tokens:
+            # To resume at a checkpoint the last token has to be computed again, so one more is asked for.
+            return best_lender[0], best_lender[1] + 1
+        return best_lender
 
-    def at_home(
+    def prefills_sooner_on_decoder(
         self, request: RequestState, first_replica: ReplicaState, second_replica: ReplicaState
     ) -> bool:
-        """Whether who is to decode holds so much of the prefix that it has the prompt done before `first` would."""
+        """Whether the decode replica holds so much of the prefix that it finishes the prefill before the prefill
+        replica."""
         if not self._policy.pool_caches or not request.request.blocks or self._policy.affinity == 0:
             return False
         if self.cached(second_replica, request) <= self.cached(first_replica, request):
@@ -153,8 +164,8 @@ class PrefixAffinity:
         second_s = self._wait_s(second_replica, request) - self._saved_s(second_replica, request)
         return second_s < self._wait_s(first_replica, request) - self._saved_s(first_replica, request)
 
-    def _holder(self, replica: str, balancer: Balancer, request: RequestState) -> Target | None:
-        """The target of these ways that would prefill on a replica, if any."""
+    def _target_holding(self, replica: str, balancer: Balancer, request: RequestState) -> Target | None:
+        """The target in the balancer that would prefill on a replica, if any."""
         replica_state = self._fleet.views.get(replica)
         if (
             replica_state is None
@@ -170,8 +181,8 @@ class PrefixAffinity:
             return group
         return None
 
-    def _cached_where(self, request: RequestState, region: str = "") -> int:
-        """The most that one of the model's replicas holds; with a region, of those that serve there."""
+    def _max_cached(self, request: RequestState, region: str = "") -> int:
+        """The most tokens that one of the model's replicas has cached; with a region, of those that serve there."""
         blocks, model = request.request.blocks, request.request.model
 
         def accepts(replica: str) -> bool:
@@ -180,11 +191,11 @@ class PrefixAffinity:
                 return False
             return not region or (replica_state.serves and replica_state.member.region == region)
 
-        _, holders = self._index.deepest(blocks, accepts, exact=self._exact(request))
+        _, holders = self._index.deepest(blocks, accepts, exact=self._needs_checkpoints(request))
         return max((self.cached(self._fleet.views[holder], request) for holder in holders), default=0)
 
     def cached(self, replica: ReplicaState, request_state: RequestState) -> int:
-        """Tokens of the prompt that a replica is known to hold; the last one is always computed."""
+        """Tokens of the prompt that a replica has cached; the last token always counts as uncached."""
         request = request_state.request
         model = self._facts.models.get(request.model)
         if model is None:
@@ -192,7 +203,7 @@ class PrefixAffinity:
         blocks = self._index.held_by(replica.member.id, request.blocks, exact=model.exact_prefix)
         return min(blocks * model.block_tokens, request.prompt_tokens - 1)
 
-    def _exact(self, request: RequestState) -> bool:
+    def _needs_checkpoints(self, request: RequestState) -> bool:
         model = self._facts.models.get(request.request.model)
         return model is not None and model.exact_prefix
 
@@ -201,34 +212,39 @@ class PrefixAffinity:
         if facts is None:
             return 0.0
         saved_s = self.cached(replica, request) * facts.prefill_s_per_token * replica.pace
-        return saved_s * (1.0 + self._beside(replica))
+        return saved_s * (1.0 + self._stall_factor(replica))
 
     def _wait_s(self, replica: ReplicaState, request: RequestState) -> float:
-        """Until the request's prefill is done but for what is cached: prompts before it, a full batch, its own."""
+        """Seconds until the request's prefill is done, without its cache savings: queued prompts, a full batch, its
+        own prompt."""
         facts = replica.facts
         if facts is None:
             return 0.0
-        wait = (replica.open_prefill_tokens + request.prompt_tokens) * facts.prefill_s_per_token
-        over = replica.open_requests - facts.decode_batch
-        if over > 0:
-            wait += over * decode_seconds(facts, request.output_tokens)
-        wait += self._beside(replica) * request.prompt_tokens * facts.prefill_s_per_token
-        return wait * replica.pace
+        wait_s = (replica.open_prefill_tokens + request.prompt_tokens) * facts.prefill_s_per_token
+        excess_requests = replica.open_requests - facts.decode_batch
+        if excess_requests > 0:
+            wait_s += excess_requests * decode_seconds(facts, request.output_tokens)
+        wait_s += self._stall_factor(replica) * request.prompt_tokens * facts.prefill_s_per_token
+        return wait_s * replica.pace
 
-    def _beside(self, replica: ReplicaState) -> float:
-        """What a second of prompt costs those that are open there, in seconds."""
+    def _stall_factor(self, replica: ReplicaState) -> float:
+        """Seconds that the open requests there are delayed by, per second of prefill."""
         model = self._facts.models.get(replica.member.model)
-        return BESIDE * replica.open_requests if model is not None and model.slo is not None else 0.0
+        return (
+            PREFILL_STALL_WEIGHT * replica.open_requests
+            if model is not None and model.slo is not None
+            else 0.0
+        )
 
 
 def best_holder(saved_s: dict[str, float], waits_s: dict[str, float], default: str, affinity: float) -> str:
-    """The replica with the best score; the default one when no other is better. All in order of mention."""
-    best, most = default, affinity * saved_s.get(default, 0.0) - waits_s[default]
+    """The replica with the best score; the default one on ties. Iterates in order of insertion."""
+    best_replica, best_score = default, affinity * saved_s.get(default, 0.0) - waits_s[default]
     for replica, saved in saved_s.items():
         score = affinity * saved - waits_s[replica]
-        if score > most + 1e-12:
-            best, most = replica, score
-    return best
+        if score > best_score + 1e-12:
+            best_replica, best_score = replica, score
+    return best_replica
 
 
 def may_lend(replica: ReplicaState, request: RequestState) -> bool:
@@ -239,13 +255,13 @@ def may_lend(replica: ReplicaState, request: RequestState) -> bool:
     )
 
 
-def _roomy(replica: ReplicaState, tokens: int) -> bool:
-    """Whether it can take up at once a prefix that it holds, by its own word: nobody waits, and it has blocks."""
+def _has_room_for(replica: ReplicaState, tokens: int) -> bool:
+    """Whether a replica can load a prefix at once, by its last report: no queue and enough free blocks."""
     status = replica.status
     return status is None or (not status.queued and status.free_blocks * BLOCK_TOKENS >= tokens)
 
 
-def _prefiller(target: Target) -> ReplicaState:
+def _prefill_replica(target: Target) -> ReplicaState:
     if target.view is not None:
         return target.view
     if len(target.prefills) == 1:

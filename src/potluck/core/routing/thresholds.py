@@ -40,7 +40,7 @@ class LengthThresholds:
     def rebase(self, model: str, tokens: float) -> None:
         """Set a new long-term threshold, also where the plan has none if requests of the model cross regions."""
         if model not in self.links:
-            if self._table.divide(model, LengthThreshold(tokens, tokens)):
+            if self._table.apply_threshold(model, LengthThreshold(tokens, tokens)):
                 self._adopt_model(model, {})
             return
         self.links[model] = {link: rebased(old, tokens) for link, old in self.links[model].items()}
@@ -57,7 +57,7 @@ class LengthThresholds:
         links = self.links.get(request.request.model)
         if not links:
             return NO_CHOICES
-        prompt, cached = request.prompt_tokens, self._affinity.by_region(request, route_options)
+        prompt, cached = request.prompt_tokens, self._affinity.cached_by_region(request, route_options)
         prefill_choices = {}
         for route_option in route_options.flows:
             threshold = links.get(route_option.link) if route_option.crosses else None

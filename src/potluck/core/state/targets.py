@@ -72,7 +72,7 @@ class Target:
         for index in self.indexes:
             index.lower_key(self)
 
-    def timed(self) -> None:
+    def update_paces(self) -> None:
         """Take over the pace of its replicas; of a group's two sides that of the slower one."""
         replica = self.view
         pace = _strain(replica) if replica is not None else max(_pace(self.prefills), _pace(self.decodes))
