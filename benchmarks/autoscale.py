@@ -31,7 +31,7 @@ from potluck.sim.run import simulate
 from potluck.sim.sim_settings import SimSettings as Running
 
 RATES = "servegen_client_rates.parquet"
-STEP_S, DAY = 600.0, 144
+STEP_S, DAY_BINS = 600.0, 144
 RATE_PER_S = 5.0
 NAME = "chat"
 LENGTHS = named.workload("azure-conv").lengths
@@ -146,7 +146,7 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    rates = recorded_rates("m-large", DAY)
+    rates = recorded_rates("m-large", DAY_BINS)
     if rates is None:
         skip("autoscale", f"{DATA} has no {RATES}")
     run("autoscale", lambda quick: measure(rates, quick), {}, seeds=[SEED])

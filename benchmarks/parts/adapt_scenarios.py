@@ -23,7 +23,7 @@ from parts.adapt_rig import MODEL, NEVER_S, OUTPUT, PROMPT, Phase, Rig, Seen, se
 from parts.common import Background, say
 from potluck.control.manual_changes import BY_HAND, scaled
 from potluck.control.state_store import StateStore
-from potluck.core.scaling.forecast import BIN_S, DAY
+from potluck.core.scaling.forecast import BIN_S, DAY_BINS
 from potluck.core.values.plan import Plan, plan_to_json
 from potluck.core.values.types import Slo
 
@@ -399,8 +399,8 @@ def remember(state: Path, base_per_s: float) -> None:
     state.mkdir(parents=True, exist_ok=True)
     store = StateStore(state / "state.db")
     now = int(time.time() // BIN_S)
-    for place in range(now - DAYS * DAY, now):
-        high = (place - now) % DAY < HIGH_BINS
+    for place in range(now - DAYS * DAY_BINS, now):
+        high = (place - now) % DAY_BINS < HIGH_BINS
         store.add_rates(place, [(MODEL, base_per_s * (RISE if high else 1.0))])
     store.close()
 

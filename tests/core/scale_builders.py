@@ -8,7 +8,13 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any
 
-from potluck.core.scaling.copy_capacity import CopyRates, Key, TemplateCapacity, blueprints, total
+from potluck.core.scaling.copy_capacity import (
+    CopyKey,
+    CopyRates,
+    TemplateCapacity,
+    sum_rates,
+    template_capacities,
+)
 from potluck.core.scaling.reconcile import ReconcileInputs, ReconcileState, ReconcileStep, reconcile
 from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, ObservedTraffic
 from potluck.core.state.actions import Action, DrainReplica, Reassign, StartReplica, StopReplica
@@ -41,7 +47,7 @@ def template(
 
 def plan_of(
     templates: Sequence[plans.Template],
-    counts: Mapping[Key, int],
+    counts: Mapping[CopyKey, int],
     buckets: Sequence[plans.LengthBucket] | None = None,
 ) -> plans.Plan:
     models = sorted({item.model for item in templates})
@@ -52,7 +58,7 @@ def plan_of(
 
 def fleet_of(plan: plans.Plan) -> FleetState:
     """The plan's copies, all ready."""
-    world = World(blueprints(plan), {}, random.Random(0))
+    world = World(template_capacities(plan), {}, random.Random(0))
     for deployment in plan.deployments:
         world.wanted[deployment.template, deployment.region] = deployment.count
     world.call()
@@ -67,7 +73,7 @@ class World:
     def __init__(
         self,
         known: Mapping[str, TemplateCapacity],
-        wanted: Mapping[Key, int],
+        wanted: Mapping[CopyKey, int],
         chance: random.Random,
         available: Mapping[tuple[str, str], int] | None = None,
         dip: float = 0.0,
@@ -126,7 +132,7 @@ class World:
             self.known[template_copy.template].template.replicas
         )
 
-    def counts(self) -> dict[Key, int]:
+    def counts(self) -> dict[CopyKey, int]:
         """Whole copies of each key."""
         result = dict.fromkeys(self.wanted, 0)
         for template_copy in self.fleet.units.values():
@@ -146,11 +152,11 @@ class World:
 
 def served(known: Mapping[str, TemplateCapacity], names: Sequence[str], model: str) -> float:
     """What copies of these templates serve together, worked out anew."""
-    rates = total(known[name].rates for name in names if known[name].template.model == model)
+    rates = sum_rates(known[name].rates for name in names if known[name].template.model == model)
     return CopyRates(*rates).served_per_s
 
 
-def target_per_s(known: Mapping[str, TemplateCapacity], wanted: Mapping[Key, int], model: str) -> float:
+def target_per_s(known: Mapping[str, TemplateCapacity], wanted: Mapping[CopyKey, int], model: str) -> float:
     return served(known, [name for (name, _), count in wanted.items() for _ in range(count)], model)
 
 

@@ -292,13 +292,13 @@ def test_equal_copies_get_equal_shares_when_their_learned_paces_vary() -> None:
         assert target.view is not None
         target.view.pace = 1.0 + 0.03 * number
         target.update_paces()
-    new_balancer = there.brain.table.ways(there.brain.table.models["m"], 0, 100).closed.prefills
-    assert Counter(new_balancer.pick() for _ in range(30)) == dict.fromkeys(targets, 10)
+    balancer = there.brain.table.options(there.brain.table.models["m"], 0, 100).closed.prefills
+    assert Counter(balancer.pick() for _ in range(30)) == dict.fromkeys(targets, 10)
     assert targets[2].view is not None
     targets[2].view.pace = 1.3
     targets[2].update_paces()
     targets[2].load = 1.0
-    assert targets[2] not in [new_balancer.pick() for _ in range(30)]
+    assert targets[2] not in [balancer.pick() for _ in range(30)]
 
 
 # Groups: who hands to whom inside a copy, as planned and when it is not as planned.

@@ -59,7 +59,7 @@ class LossyChaos(Chaos):
             size_bytes = build.facts((P,)).models["m"].wire_bytes(req.prompt_tokens, codec)
             if links.codec(req, source, target) != codec:
                 raise InvariantBroken(f"{run} crosses in {links.codec(req, source, target)}, not in {codec}")
-            if links._open[req.link][req] != pytest.approx(size_bytes):
+            if links._in_flight[req.link][req] != pytest.approx(size_bytes):
                 raise InvariantBroken(f"{run} is counted as if it crossed in another codec than {codec}")
             self.crossings += job.request.exact
         super()._run(run)

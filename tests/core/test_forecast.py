@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
 from potluck.core.scaling.autoscaler import scaler_of
-from potluck.core.scaling.forecast import BIN_S, DAY, Forecaster, _solved
+from potluck.core.scaling.forecast import BIN_S, DAY_BINS, Forecaster, _solved
 from potluck.core.scaling.replan import BURST_S, LOOK_S
 from potluck.core.scaling.rule import AskReplan
 from potluck.core.state.facts import FleetFacts
@@ -25,7 +25,7 @@ FLEET = build.fleet_of(PLAN)
 def daily_rates(count: int, noise: float = 0.03, seed: int = 1) -> list[float]:
     """A rate with a day's wave and some noise."""
     rng = random.Random(seed)
-    swing = [5.0 * (1 + 0.6 * math.sin(2 * math.pi * i / DAY)) for i in range(count * DAY)]
+    swing = [5.0 * (1 + 0.6 * math.sin(2 * math.pi * i / DAY_BINS)) for i in range(count * DAY_BINS)]
     return [rate * math.exp(rng.gauss(0, noise)) for rate in swing]
 
 
@@ -33,7 +33,7 @@ def random_walk_rates(count: int, seed: int = 1, step: float = 0.1) -> list[floa
     """A rate that nothing can be known of but that it stays about where it is."""
     rng, log = random.Random(seed), 0.0
     result = []
-    for _ in range(count * DAY):
+    for _ in range(count * DAY_BINS):
         log = 0.98 * log + rng.gauss(0, step)
         result.append(5.0 * math.exp(log))
     return result
@@ -49,45 +49,47 @@ def forecast_errors(rates: list[float], learn: int, ahead: int) -> tuple[float, 
         moves = forecaster._moves(math.log(now), ahead - 1)
         mine += abs(math.log(then / now) - fit.expected(moves))
         stays += abs(math.log(then / now))
-        forecaster._close(rates[i])
+        forecaster._add_bin(rates[i])
     return mine, stays
 
 
 def test_forecast_learns_a_daily_pattern() -> None:
-    mine, stays = forecast_errors(daily_rates(6, noise=0.01), 4 * DAY, 3)
+    mine, stays = forecast_errors(daily_rates(6, noise=0.01), 4 * DAY_BINS, 3)
     assert mine < 0.6 * stays
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_forecast_of_a_random_walk_is_hardly_worse_than_the_last_value(seed: int) -> None:
-    mine, stays = forecast_errors(random_walk_rates(6, seed), 3 * DAY, 1)
+    mine, stays = forecast_errors(random_walk_rates(6, seed), 3 * DAY_BINS, 1)
     assert mine < 1.05 * stays
 
 
 def test_forecast_ignores_a_single_outage() -> None:
     rates = daily_rates(6, noise=0.01)
-    rates[3 * DAY : 3 * DAY + 4] = [0.0] * 4
-    mine, stays = forecast_errors(rates, 4 * DAY, 3)
+    rates[3 * DAY_BINS : 3 * DAY_BINS + 4] = [0.0] * 4
+    mine, stays = forecast_errors(rates, 4 * DAY_BINS, 3)
     assert mine < 0.8 * stays
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_forecast_quantile_holds_as_often_as_its_share(share: float) -> None:
     rates = random_walk_rates(8, seed=4)
-    forecaster = Forecaster(rates[: 4 * DAY])
+    forecaster = Forecaster(rates[: 4 * DAY_BINS])
     kept = 0
-    for i in range(4 * DAY, len(rates)):
+    for i in range(4 * DAY_BINS, len(rates)):
         x = math.log(rates[i - 1])
         fit = forecaster._fits[0]
         kept += math.log(rates[i]) <= x + fit.expected(forecaster._moves(x, 0)) + fit.quantile(share)
-        forecaster._close(rates[i])
-    assert kept / (4 * DAY) == pytest.approx(share, abs=0.06)
+        forecaster._add_bin(rates[i])
+    assert kept / (4 * DAY_BINS) == pytest.approx(share, abs=0.06)
 
 
 def test_forecast_sees_the_morning_rise_before_it_starts() -> None:
     rates = daily_rates(7)
-    before = Forecaster(rates[: 6 * DAY + DAY - 12])  # two hours before the wave's mean, rising steeply
-    now = rates[6 * DAY + DAY - 13]
+    before = Forecaster(
+        rates[: 6 * DAY_BINS + DAY_BINS - 12]
+    )  # two hours before the wave's mean, rising steeply
+    now = rates[6 * DAY_BINS + DAY_BINS - 13]
     outlook = before.outlook(now, 0.0, 3600.0, 0.5)
     assert outlook.mean_per_s > 1.1 * now
     assert "day" in outlook.reason or "week" in outlook.reason or "trend" in outlook.reason
@@ -154,7 +156,7 @@ POLICY = Policy(scaling="ahead")
 
 
 def test_ahead_scaling_asks_for_a_rise_at_once_and_for_a_drop_after_a_delay() -> None:
-    asked = RecordedScaling(POLICY, [4.0] * DAY)
+    asked = RecordedScaling(POLICY, [4.0] * DAY_BINS)
     asked.show(0.0, 1200.0, 4.0)
     first = asked.asked[-1][1]
     asked.show(1200.0, 1800.0, 8.0)
@@ -170,7 +172,7 @@ def test_ahead_scaling_asks_for_a_rise_at_once_and_for_a_drop_after_a_delay() ->
 @pytest.mark.parametrize("rate_per_s", [1.0, 4.0, 25.0])
 def test_ahead_scaling_applies_headroom_once(rate_per_s: float) -> None:
     """What never moves is asked for as it is, and what chance adds to it, times headroom over what may be used."""
-    asked = RecordedScaling(POLICY, [rate_per_s] * (2 * DAY))
+    asked = RecordedScaling(POLICY, [rate_per_s] * (2 * DAY_BINS))
     asked.show(0.0, 600.0, rate_per_s)
     chance = math.sqrt(rate_per_s / BURST_S)
     assert asked.asked[-1][1] == pytest.approx(

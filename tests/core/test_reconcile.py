@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_builders import World, plan_of, served, target_per_s, template
 
-from potluck.core.scaling.copy_capacity import Key, blueprints
+from potluck.core.scaling.copy_capacity import CopyKey, template_capacities
 from potluck.core.scaling.reconcile import restored, wanted_counts
 from potluck.core.state import actions as act
 from potluck.core.state.events import OperatorOrdered, PlanReceived, ReplicaStatus, Tick
@@ -30,7 +30,7 @@ TEMPLATES = (
     template("dull"),
     template("other", 2.0, model="o"),
 )
-KNOWN = blueprints(plan_of(TEMPLATES, {}))
+KNOWN = template_capacities(plan_of(TEMPLATES, {}))
 places = [(t.name, region) for t in TEMPLATES for region in ("east", "west")]
 counts = st.dictionaries(st.sampled_from(places), st.integers(0, 4), max_size=5)
 
@@ -44,14 +44,14 @@ def settle(world: World, rounds: int = 400) -> int:
     raise AssertionError(f"not settled after {rounds} rounds: {world.fleet.units}")
 
 
-def replace_wanted(world: World, wanted: dict[Key, int]) -> None:
+def replace_wanted(world: World, wanted: dict[CopyKey, int]) -> None:
     world.wanted = {**dict.fromkeys(world.wanted, 0), **wanted}
 
 
 @given(old=counts, new=counts, seed=st.integers(0, 2**32))
 @settings(max_examples=68, deadline=None)
 def test_reconciler_reaches_the_wanted_counts_without_capacity_below_old_and_new(
-    old: dict[Key, int], new: dict[Key, int], seed: int
+    old: dict[CopyKey, int], new: dict[CopyKey, int], seed: int
 ) -> None:
     world = World(KNOWN, old, random.Random(seed))
     settle(world)
@@ -72,7 +72,7 @@ def test_reconciler_reaches_the_wanted_counts_without_capacity_below_old_and_new
 @given(old=counts, new=counts, seed=st.integers(0, 2**32))
 @settings(max_examples=27, deadline=None)
 def test_reconciler_replaces_replicas_lost_during_a_change(
-    old: dict[Key, int], new: dict[Key, int], seed: int
+    old: dict[CopyKey, int], new: dict[CopyKey, int], seed: int
 ) -> None:
     world = World(KNOWN, old, random.Random(seed))
     for _ in range(20):
@@ -89,7 +89,7 @@ def test_reconciler_replaces_replicas_lost_during_a_change(
 @given(old=counts, new=counts, seed=st.integers(0, 2**32), rounds=st.integers(0, 12))
 @settings(max_examples=27, deadline=None)
 def test_repeated_reconcile_call_does_nothing(
-    old: dict[Key, int], new: dict[Key, int], seed: int, rounds: int
+    old: dict[CopyKey, int], new: dict[CopyKey, int], seed: int, rounds: int
 ) -> None:
     world = World(KNOWN, old, random.Random(seed))
     for number in range(rounds):
@@ -107,7 +107,7 @@ def test_repeated_reconcile_call_does_nothing(
 @given(old=counts, new=counts, seed=st.integers(0, 2**32), dip=st.sampled_from([0.0, 0.3, 1.0]))
 @settings(max_examples=45, deadline=None)
 def test_reconciler_never_exceeds_available_nodes_and_a_full_dip_always_finishes(
-    old: dict[Key, int], new: dict[Key, int], seed: int, dip: float
+    old: dict[CopyKey, int], new: dict[CopyKey, int], seed: int, dip: float
 ) -> None:
     world = World(KNOWN, old, random.Random(seed), dip=dip)
     settle(world)
@@ -145,7 +145,7 @@ def mark_started(world: World) -> None:
 
 
 def settled_world(
-    wanted: dict[Key, int], available: dict[tuple[str, str], int] | None = None, dip: float = 0.0
+    wanted: dict[CopyKey, int], available: dict[tuple[str, str], int] | None = None, dip: float = 0.0
 ) -> World:
     world = World(KNOWN, wanted, random.Random(0), available, dip)
     world.call()
@@ -253,7 +253,7 @@ def test_reconciler_without_spare_nodes_notes_the_dip_it_needs() -> None:
 def test_exchange_on_full_nodes_keeps_capacity_within_the_dip(
     old: int, new: int, rates: tuple[int, int], dip: float, seed: int
 ) -> None:
-    known = blueprints(plan_of((template("a", float(rates[0])), template("b", float(rates[1]))), {}))
+    known = template_capacities(plan_of((template("a", float(rates[0])), template("b", float(rates[1]))), {}))
     world = World(known, {("a", "east"): old}, random.Random(seed), dip=dip)
     settle(world)
     world.available = {("east", "n"): max(old, new)}
@@ -345,7 +345,7 @@ def test_named_machine_is_freed_before_its_new_copy_starts() -> None:
         replace(template(name, 3.0), replicas=(PlannedReplica(role, layout),))
         for name, role in (("old", "mixed"), ("new", "mixed"))
     )
-    world = World(blueprints(plan_of((old, new), {})), {("old", "east"): 1}, random.Random(0))
+    world = World(template_capacities(plan_of((old, new), {})), {("old", "east"): 1}, random.Random(0))
     world.call()
     mark_started(world)
     replace_wanted(world, {("new", "east"): 1})

@@ -19,16 +19,16 @@ from potluck.core.scaling.cauchy_scaling import (
     CauchyScaling,
     CopyOption,
     cheapest_cover,
-    largest_within,
-    startable,
+    most_capacity_within,
+    startable_rates,
 )
 from potluck.core.scaling.copy_capacity import (
     CopyRates,
-    blueprints,
-    busy_copies,
-    missing_copies,
+    busy_copies_per_rate,
+    copies_to_add,
     rates_of,
-    served_by,
+    rates_with_busy_copies,
+    template_capacities,
 )
 from potluck.core.scaling.reconcile import wanted_counts
 from potluck.core.scaling.rule import AskReplan, Resize, ScaleDecision
@@ -299,7 +299,7 @@ def test_copy_cover_equals_the_cheapest_of_all_covers(
     result = cheapest_cover(each, float(deficit), free)
     if result is None:
         assert cheapest == inf
-        partly = largest_within(each, free)
+        partly = most_capacity_within(each, free)
         assert all(
             sum(o.needs.get(node, 0) * partly.get(o.key, 0) for o in each) <= free[node] for node in free
         )
@@ -321,7 +321,7 @@ def simulate_day(
     chance = random.Random(seed)
     first = max(1, round(rates[0] / POLICY.headroom / unit))
     there = plan_of((template("small", unit),), {("small", "east"): first})
-    world = World(blueprints(there), wanted_counts(there), chance)
+    world = World(template_capacities(there), wanted_counts(there), chance)
     window, rule = TrafficWindow(POLICY.window_s, POLICY.global_window_s), CauchyScaling(POLICY)
     world.call()
     for replica in list(world.fleet.views):
@@ -451,15 +451,15 @@ def test_plan_whose_copies_take_all_lengths_has_no_parts() -> None:
     closed = tuple(
         plans.PlannedShare("whole", "east", bucket, "closed", rate) for bucket, rate in ((0, 6.0), (1, 2.0))
     )
-    assert busy_copies(replace(plan, shares=closed), "m", {0: 0.75, 1: 0.25}) is None
+    assert busy_copies_per_rate(replace(plan, shares=closed), "m", {0: 0.75, 1: 0.25}) is None
     apart = tuple(
         plans.PlannedShare(name, "east", bucket, name, rate)
         for name in ("prefill", "decode")
         for bucket, rate in ((0, 6.0), (1, 2.0))
     )
-    assert busy_copies(replace(plan, shares=apart), "m", {0: 0.75, 1: 0.25}) is None
-    assert busy_copies(replace(plan, shares=()), "m", {0: 1.0}) is None
-    assert busy_copies(plan, "m", {0: 0.75, 1: 0.25}) is not None
+    assert busy_copies_per_rate(replace(plan, shares=apart), "m", {0: 0.75, 1: 0.25}) is None
+    assert busy_copies_per_rate(replace(plan, shares=()), "m", {0: 1.0}) is None
+    assert busy_copies_per_rate(plan, "m", {0: 0.75, 1: 0.25}) is not None
 
 
 @given(
@@ -471,20 +471,20 @@ def test_plan_whose_copies_take_all_lengths_has_no_parts() -> None:
 def test_scale_up_of_a_split_plan_serves_the_rate_without_excess_copies(
     mix: float, rate: float, counts: tuple[int, int, int], free: int
 ) -> None:
-    busy = busy_copies(split_plan(), "m", {0: mix, 1: 1.0 - mix})
+    busy = busy_copies_per_rate(split_plan(), "m", {0: mix, 1: 1.0 - mix})
     assert busy is not None
     keys = (("prefill", "east"), ("decode", "east"), ("whole", "east"))
     there = dict(zip(keys, counts, strict=True))
     needs = {key: {("east", "n"): 1} for key in keys}
-    more, partly = missing_copies(busy, there, rate, needs, {("east", "n"): free})
+    more, partly = copies_to_add(busy, there, rate, needs, {("east", "n"): free})
     after = {key: there[key] + more.get(key, 0) for key in keys}
     assert sum(more.values()) <= free
     if not partly:
-        assert served_by(busy, after).served_per_s >= rate * (1 - 1e-6)
+        assert rates_with_busy_copies(busy, after).served_per_s >= rate * (1 - 1e-6)
         for key, added in more.items():
             fewer = {**after, key: after[key] - 1}
             assert added > 0
-            assert served_by(busy, fewer).served_per_s < rate * (1 + 1e-6)
+            assert rates_with_busy_copies(busy, fewer).served_per_s < rate * (1 + 1e-6)
     else:
         assert sum(more.values()) == free
     assert busy.get(keys[0], 0.0) == pytest.approx(mix / 4.0)
@@ -549,7 +549,7 @@ def test_candidate_template_without_capacity_for_a_length_is_not_started() -> No
     )
     cut = replace(OTHER, name="cut", capacity=(both[0], replace(both[1], closed_per_s=0.0)))
     there = replace(plan_repertoire(replace(OTHER, capacity=both), cut), buckets=two_buckets())
-    result = startable(there, "m", {0: 0.5, 1: 0.5}, MARKET, ())
+    result = startable_rates(there, "m", {0: 0.5, 1: 0.5}, MARKET, ())
     assert {name for name, _ in result} == {"small", "other"}
     assert result["other", "west"].closed_per_s == pytest.approx(8.0)
 
@@ -558,8 +558,8 @@ def test_phase_template_is_started_only_in_a_region_with_a_planned_flow() -> Non
     """Prefill replicas for a region from which the plan has a flow, and nowhere else."""
     first = template("first", prefill=10.0, roles=("prefill",), nodes={"big": 1})
     there = replace(plan_repertoire(first), flows=(plans.PlannedFlow("m", 0, "west", "east", 1.0),))
-    assert ("first", "west") in startable(there, "m", {0: 1.0}, MARKET, ())
-    assert ("first", "east") not in startable(there, "m", {0: 1.0}, MARKET, ())
+    assert ("first", "west") in startable_rates(there, "m", {0: 1.0}, MARKET, ())
+    assert ("first", "east") not in startable_rates(there, "m", {0: 1.0}, MARKET, ())
 
 
 def test_one_copy_for_all_lengths_is_started_if_cheaper_than_one_per_length() -> None:
@@ -605,7 +605,7 @@ def test_started_candidate_copy_gets_weights_from_its_capacity() -> None:
     # Under another plan it goes on until it is drained.
     after = merge_weights(model_weights(plan_repertoire(), "goodput")["m"], read, {("other", "west")})
     assert after.copies["other", "west"].closed[0] == weights.closed[1]
-    assert set(blueprints(there)) == {"small", "other"}
+    assert set(template_capacities(there)) == {"small", "other"}
 
 
 def buckets(short: float, long: float) -> tuple[plans.BucketCapacity, ...]:

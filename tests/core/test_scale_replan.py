@@ -15,7 +15,7 @@ from potluck.core.scaling.prfaas_scaling import PrfaasScaling
 from potluck.core.scaling.replan import PeriodicReplan
 from potluck.core.scaling.role_shift import ShiftFlips
 from potluck.core.scaling.roles import WithCopyRoles
-from potluck.core.scaling.rule import LEAST_SEEN, AskReplan, NoScaling, ScaleDecision
+from potluck.core.scaling.rule import MIN_FINISHED_FOR_LENGTHS, AskReplan, NoScaling, ScaleDecision
 from potluck.core.scaling.traffic_window import ModelTraffic, TrafficWindow
 from potluck.core.state.events import ReplicaStatus
 from potluck.core.state.facts import FleetFacts
@@ -95,7 +95,7 @@ def test_replan_rule_asks_for_changed_lengths_beyond_their_noise() -> None:
     )
     noisy = traffic(10.0, prompt=1300, prompt_error_tokens=150.0)
     assert replan_requests(rule, 370, 730, noisy) == [], "within three deviations"
-    few = traffic(10.0, prompt=3000, finished=LEAST_SEEN - 1)
+    few = traffic(10.0, prompt=3000, finished=MIN_FINISHED_FOR_LENGTHS - 1)
     assert replan_requests(rule, 730, 1090, few) == [], "of too few answers"
     ((_, item),) = replan_requests(rule, 1090, 1450, traffic(10.0, prompt=1000, output=30))
     assert isinstance(item, AskReplan)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.scaling.traffic_window import SLOTS, ModelTraffic, TrafficWindow
+from potluck.core.scaling.traffic_window import SHORT_WINDOW_SLOTS, ModelTraffic, TrafficWindow
 from potluck.core.state.events import LinkReported
 from potluck.core.values.types import Request, Slo
 
@@ -38,18 +38,18 @@ def test_traffic_window_counts_and_means_equal_a_recount_of_its_slots(
         at_s += gap
         window.arrived(at_s, request(tokens))
         all_.append((at_s, tokens))
-    slot_s = window_s / SLOTS
+    slot_s = window_s / SHORT_WINDOW_SLOTS
     number = int(at_s / slot_s)
-    inside = [tokens for t, tokens in all_ if int(t / slot_s) >= number - SLOTS]
+    inside = [tokens for t, tokens in all_ if int(t / slot_s) >= number - SHORT_WINDOW_SLOTS]
     got = observed_model(window, at_s)
     assert got.arrivals == len(inside)
     assert got.mean_prompt_tokens == pytest.approx(fmean(inside))
     assert sum(length.count for length in got.lengths) == len(inside)
     assert sum(length.tokens for length in got.lengths) == sum(inside)
-    start_s = max((number - SLOTS) * slot_s, all_[0][0])
+    start_s = max((number - SHORT_WINDOW_SLOTS) * slot_s, all_[0][0])
     assert got.span_s == pytest.approx(max(at_s - start_s, slot_s))
     assert got.rate_per_s == pytest.approx(len(inside) / got.span_s)
-    long_inside = [1 for t, _ in all_ if int(t / slot_s) >= number - 5 * SLOTS]
+    long_inside = [1 for t, _ in all_ if int(t / slot_s) >= number - 5 * SHORT_WINDOW_SLOTS]
     assert got.long_rate_per_s * got.long_span_s == pytest.approx(len(long_inside))
 
 

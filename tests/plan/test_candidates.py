@@ -10,7 +10,7 @@ from math import ceil
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.scaling.cauchy_scaling import cheapest_cover, options, startable, weight
+from potluck.core.scaling.cauchy_scaling import cheapest_cover, options, startable_rates, weight
 from potluck.core.values.plan import Plan, Template, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.current_problem import MOST, with_candidates
@@ -76,7 +76,7 @@ def test_scale_up_choice_is_the_cheapest_cover_of_all_candidates(plan: Plan, see
     chance = random.Random(seed)
     regions = tuple(market(*(chance.randint(0, 2) for _ in USD_PER_H), region=name) for name in ("a", "b"))
     few = replace(plan, templates=plan.templates[:1], candidates=plan.candidates[:4])
-    offers = options(few, startable(few, "m", {0: 1.0}, regions, ()), regions)
+    offers = options(few, startable_rates(few, "m", {0: 1.0}, regions, ()), regions)
     free = {(r.name, o.node): o.available for r in regions for o in r.offers}
     deficit = chance.uniform(1.0, 30.0)
     best, least = None, float("inf")

@@ -20,7 +20,7 @@ from itertools import groupby, product
 from math import inf
 
 from potluck.core.errors import CapacityError, UnknownNameError
-from potluck.core.scaling.cauchy_scaling import weight
+from potluck.core.scaling.cauchy_scaling import copy_weight
 from potluck.core.scaling.copy_capacity import rates_of
 from potluck.core.state.actions import SeenLengths
 from potluck.core.state.facts import ObservedSpeed
@@ -253,7 +253,7 @@ def _per_request(
     price = 0.0
     for node_count in template.nodes:
         price += node_count.count * prices.get(node_count.node, inf)
-    return weight(strategy, template, price, serves) / serves
+    return copy_weight(strategy, template, price, serves) / serves
 
 
 ENGINE = "observed"

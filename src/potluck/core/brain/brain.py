@@ -118,7 +118,7 @@ class Brain:
         return actions + self._requests.planned(at_s)
 
     def _quoted(self, at_s: float, event: told.MarketReported) -> list[Action]:
-        actions = self._carry_out(at_s, self.autoscaler.quoted(at_s, event.regions))
+        actions = self._carry_out(at_s, self.autoscaler.market_changed(at_s, event.regions))
         return actions + self._scale(at_s)
 
     def _ordered(self, at_s: float, event: told.OperatorOrdered) -> list[Action]:

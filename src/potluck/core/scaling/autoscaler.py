@@ -9,7 +9,7 @@ from math import inf
 from potluck.core.errors import UnknownNameError
 from potluck.core.scaling import reconcile, rule
 from potluck.core.scaling.cauchy_scaling import CauchyScaling
-from potluck.core.scaling.copy_capacity import Key, TemplateCapacity, blueprints
+from potluck.core.scaling.copy_capacity import CopyKey, TemplateCapacity, template_capacities
 from potluck.core.scaling.prfaas_scaling import PrfaasScaling
 from potluck.core.scaling.replan import PeriodicReplan, PredictiveReplan
 from potluck.core.scaling.role_shift import ShiftFlips
@@ -58,7 +58,7 @@ class Autoscaler:
         self.watches = policy.scaling != "none"
         self.window = TrafficWindow(policy.window_s, policy.global_window_s)
         self.plan: Plan | None = None
-        self._wanted: dict[Key, int] = {}
+        self._wanted: dict[CopyKey, int] = {}
         self._sleep = ScaleToZero(facts.models)
         self.scale_to_zero = False
         self._known: dict[str, TemplateCapacity] = {}
@@ -74,7 +74,7 @@ class Autoscaler:
         """From now on this plan: roles that change in place; what is to be started comes with the next step."""
         self.plan = plan
         self._wanted = reconcile.wanted_counts(plan, self._wanted)
-        self._known.update(blueprints(plan))
+        self._known.update(template_capacities(plan))
         self.scale_to_zero = self._sleep.any
         if self.watches:
             for model in sorted({template.model for template in plan.templates}):
@@ -84,9 +84,9 @@ class Autoscaler:
         settled = {item.member.id for item in reassign} | self.by_hand.keys()
         return (*reassign, *(flip for flip in reconcile.restored(self._fleet) if flip.replica not in settled))
 
-    def quoted(self, at_s: float, regions: tuple[Region, ...]) -> tuple[Action, ...]:
+    def market_changed(self, at_s: float, regions: tuple[Region, ...]) -> tuple[Action, ...]:
         self._regions, self._available = regions, rule.available_nodes(regions)
-        self._scaler.quoted(regions)
+        self._scaler.market_changed(regions)
         return self.step(at_s)
 
     def ordered(self, replica: ReplicaState, role: Role) -> tuple[Action, ...]:
@@ -207,7 +207,7 @@ def _lengths(observed: ObservedTraffic) -> tuple[SeenLengths, ...]:
             tuple((length.mean_tokens, float(length.count)) for length in traffic.lengths if length.count),
         )
         for traffic in observed.models
-        if traffic.finished >= rule.LEAST_SEEN and traffic.mean_output_tokens > 0
+        if traffic.finished >= rule.MIN_FINISHED_FOR_LENGTHS and traffic.mean_output_tokens > 0
     )
 
 

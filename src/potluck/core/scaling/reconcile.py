@@ -20,7 +20,15 @@ from math import inf
 from typing import NamedTuple
 
 from potluck.core.scaling import copy_capacity
-from potluck.core.scaling.copy_capacity import NOTHING, CopyMeasure, CopyRates, Counts, FreeNodes, Key, Known
+from potluck.core.scaling.copy_capacity import (
+    ZERO_RATES,
+    CopyKey,
+    CopyMeasure,
+    CopyRates,
+    Counts,
+    NodeBudget,
+    TemplateCapacities,
+)
 from potluck.core.scaling.roles import FLIPPABLE
 from potluck.core.state.actions import Action, DrainReplica, FlipReplica, Reassign, StartReplica, StopReplica
 from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
@@ -29,7 +37,7 @@ from potluck.core.values.plan import Plan, PlannedReplica, ReplicaSpec, Template
 ROUNDING = 1e-9
 
 
-def wanted_counts(plan: Plan, before: Mapping[Key, int] | None = None) -> dict[Key, int]:
+def wanted_counts(plan: Plan, before: Mapping[CopyKey, int] | None = None) -> dict[CopyKey, int]:
     """The plan's copies; none of what was wanted before and is not in it."""
     wanted = dict.fromkeys(before or {}, 0)
     for deployment in plan.deployments:
@@ -48,7 +56,7 @@ def restored(fleet: FleetState) -> tuple[FlipReplica, ...]:
 
 
 class ReconcileInputs(NamedTuple):
-    known: Known
+    known: TemplateCapacities
     available: Mapping[tuple[str, str], int] | None  # All nodes that can be had, those in use included.
     grace_s: float
     dip: float
@@ -62,7 +70,7 @@ def reconcile(
     work.set_goal()
     work.stop_drained()
     work.drain_surplus()
-    free_nodes = copy_capacity.room_in(fleet, wanted, inputs.known, inputs.available, work.stopped)
+    free_nodes = copy_capacity.free_node_budget(fleet, wanted, inputs.known, inputs.available, work.stopped)
     work.start_missing(free_nodes, inputs.dip)
     return work.step()
 
@@ -83,12 +91,12 @@ class FailedStarts(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ReconcileState:
     next_number: int = 0  # Copies and replicas are numbered from here; no number is used twice.
-    starting: Mapping[str, Key] = field(default_factory=dict)
+    starting: Mapping[str, CopyKey] = field(default_factory=dict)
     """Replicas whose start was asked for and not yet seen through."""
     draining_s: Mapping[str, float] = field(default_factory=dict)
     done: frozenset[str] = frozenset()
-    attempts: Mapping[Key, FailedStarts] = field(default_factory=dict)
-    goal: tuple[tuple[Key, int], ...] = ()
+    attempts: Mapping[CopyKey, FailedStarts] = field(default_factory=dict)
+    goal: tuple[tuple[CopyKey, int], ...] = ()
     floors_per_s: Mapping[str, float] = field(default_factory=dict)
     """Model to the smaller of what was served and what is wanted, when the goal was set."""
 
@@ -132,7 +140,7 @@ class _ReconcileWork:
         self.due_s = inf
         self.stopped: set[str] = set()
         self.goal, self.floors_per_s = state.goal, dict(state.floors_per_s)
-        self.live: dict[Key, list[TemplateCopy]] = {}
+        self.live: dict[CopyKey, list[TemplateCopy]] = {}
         """Copies that stay or may stay, of the keys that are ours."""
         self.measure = CopyMeasure(fleet, wanted, inputs.known)
         self.serving: dict[str, CopyRates] = {}
@@ -150,8 +158,8 @@ class _ReconcileWork:
                 self.live.setdefault(key, []).append(template_copy)
 
     def remember_starts(self) -> None:
-        failed: set[Key] = set()
-        fine: set[Key] = set()
+        failed: set[CopyKey] = set()
+        fine: set[CopyKey] = set()
         for replica, key in list(self.starting.items()):
             replica_state = self.fleet.views.get(replica)
             if replica_state is None or replica_state.state != "starting":
@@ -183,13 +191,13 @@ class _ReconcileWork:
         self.draining_s.pop(replica, None)
         self.done -= {replica}
 
-    def start(self, key: Key) -> None:
+    def start(self, key: CopyKey) -> None:
         template = self.known[key[0]].template
         unit = f"{key[0]}@{key[1]}#{self.number()}"
         for index in range(len(template.replicas)):
             self.start_replica(key, unit, index, str(index))
 
-    def start_replica(self, key: Key, unit: str, index: int, place: str) -> None:
+    def start_replica(self, key: CopyKey, unit: str, index: int, place: str) -> None:
         template = self.known[key[0]].template
         role, kind = template.replicas[index].role, template.kind
         replica = f"{unit}/{place}"
@@ -207,7 +215,7 @@ class _ReconcileWork:
             return
         self.goal = goal
         self.floors_per_s = {
-            model: min(self.serving.get(model, NOTHING).served_per_s, target.served_per_s)
+            model: min(self.serving.get(model, ZERO_RATES).served_per_s, target.served_per_s)
             for model, target in self.measure.targets.items()
         }
 
@@ -219,7 +227,7 @@ class _ReconcileWork:
             else:
                 self.due_s = min(self.due_s, over_s)
 
-    def _waits(self, key: Key) -> bool:
+    def _waits(self, key: CopyKey) -> bool:
         """Whether it is too soon to start another after starts that failed."""
         again_s = self.attempts[key].again_s if key in self.attempts else -inf
         if self.at_s < again_s:
@@ -244,7 +252,7 @@ class _ReconcileWork:
                 continue
             serving = self.serving[template_copy.model]
             needed = min(serving.served_per_s, self.measure.target_per_s(template_copy.model))
-            left = serving.plus(self.measure.unit(template_copy).times(-1)).served_per_s
+            left = serving.plus(self.measure.copy_rates(template_copy).times(-1)).served_per_s
             if left >= needed * (1 - ROUNDING):
                 self._retire(template_copy)
 
@@ -253,7 +261,7 @@ class _ReconcileWork:
         surplus = [units for key, units in self.live.items() if len(units) > self.wanted[key]]
         return self._idlest(template_copy for units in surplus for template_copy in units)
 
-    def start_missing(self, free_nodes: FreeNodes, dip: float) -> None:
+    def start_missing(self, free_nodes: NodeBudget, dip: float) -> None:
         missing = self._missing()
         for key, count in sorted(missing.items()):
             if count and (key[0] not in self.known):
@@ -263,7 +271,7 @@ class _ReconcileWork:
         ready = list(startable)
         while ready:  # one copy each in turn, so that scarce nodes do not all go to the first name
             for key in list(ready):
-                if missing[key] and free_nodes.take(key):
+                if missing[key] and free_nodes.take_nodes(key):
                     self.start(key)
                     missing[key] -= 1
                 else:
@@ -277,7 +285,7 @@ class _ReconcileWork:
         state = ReconcileState(*seen, self.goal, self.floors_per_s)
         return ReconcileStep(tuple(self.actions), state, self.due_s, tuple(self.notes))
 
-    def _missing(self) -> dict[Key, int]:
+    def _missing(self) -> dict[CopyKey, int]:
         """Copies to start, after giving back what copies lost of their replicas."""
         missing = {}
         for key, count in self.wanted.items():
@@ -285,7 +293,7 @@ class _ReconcileWork:
             self._restore(key, self.live.get(key, ()))
         return missing
 
-    def _restore(self, key: Key, units: Iterable[TemplateCopy]) -> None:
+    def _restore(self, key: CopyKey, units: Iterable[TemplateCopy]) -> None:
         blueprint = self.known.get(key[0])
         for template_copy in units if blueprint else ():
             assert blueprint is not None
@@ -294,14 +302,14 @@ class _ReconcileWork:
             for index in lost if lost and not self._waits(key) else ():
                 self.start_replica(key, template_copy.id, index, f"{index}+{self.number()}")
 
-    def _exchange(self, short: Mapping[Key, int], free_nodes: FreeNodes, dip: float) -> None:
+    def _exchange(self, short: Mapping[CopyKey, int], free_nodes: NodeBudget, dip: float) -> None:
         """There are no nodes for copies that are wanted: let copies go that hold them, within the dip."""
         for template_copy in self._leaving():
-            free_nodes.give(template_copy)
+            free_nodes.return_nodes(template_copy)
         for key, count in short.items():
             name = f"{key[0]}@{key[1]}"
             for left in range(count, 0, -1):
-                if free_nodes.take(key):
+                if free_nodes.take_nodes(key):
                     continue  # enough is on its way out: wait for it
                 units, lost = self._in_the_way(key, free_nodes)
                 if not units or lost > dip + ROUNDING:
@@ -310,28 +318,28 @@ class _ReconcileWork:
                     break
                 for template_copy in units:
                     self._retire(template_copy)
-                    free_nodes.give(template_copy)
+                    free_nodes.return_nodes(template_copy)
                     self.notes.append(f"{name}: no spare nodes, so {template_copy.id} goes first")
-                free_nodes.take(key)
+                free_nodes.take_nodes(key)
 
-    def _in_the_way(self, key: Key, free_nodes: FreeNodes) -> tuple[list[TemplateCopy], float]:
+    def _in_the_way(self, key: CopyKey, free_nodes: NodeBudget) -> tuple[list[TemplateCopy], float]:
         """Copies that must go for one of these to start, and the share of the floor that is missing meanwhile."""
         trial, serving, units, lost = free_nodes.copy(), dict(self.serving), [], 0.0
         extra = {key: len(units) - self.wanted[key] for key, units in self.live.items()}
         for template_copy in self.candidates():
             own = (template_copy.template, template_copy.region)
-            if not extra[own] or not trial.helps(key, template_copy):
+            if not extra[own] or not trial.would_help(key, template_copy):
                 continue
             extra[own] -= 1
             serving[template_copy.model] = serving[template_copy.model].plus(
-                self.measure.unit(template_copy).times(-1)
+                self.measure.copy_rates(template_copy).times(-1)
             )
             floor = self.floors_per_s.get(template_copy.model, 0.0)
             if floor > 0:
                 lost = max(lost, 1 - serving[template_copy.model].served_per_s / floor)
-            trial.give(template_copy)
+            trial.return_nodes(template_copy)
             units.append(template_copy)
-            if trial.take(key):
+            if trial.take_nodes(key):
                 return units, lost
         return [], 1.0
 
@@ -346,8 +354,8 @@ class _ReconcileWork:
                 yield template_copy
 
     def _serve(self, template_copy: TemplateCopy, sign: int) -> None:
-        rates = self.measure.unit(template_copy).times(sign)
-        self.serving[template_copy.model] = self.serving.get(template_copy.model, NOTHING).plus(rates)
+        rates = self.measure.copy_rates(template_copy).times(sign)
+        self.serving[template_copy.model] = self.serving.get(template_copy.model, ZERO_RATES).plus(rates)
 
     def _retire(self, template_copy: TemplateCopy) -> None:
         if template_copy.id in self.whole:
@@ -368,10 +376,10 @@ def _number_of(unit: str) -> int:
 
 
 def reassignments(
-    fleet: FleetState, wanted: Counts, known: Known, fixed: Collection[str] = ()
+    fleet: FleetState, wanted: Counts, known: TemplateCapacities, fixed: Collection[str] = ()
 ) -> tuple[Reassign, ...]:
     """Which replicas become whose, so that as little as possible is missing; `fixed` ones stay."""
-    live: dict[Key, list[TemplateCopy]] = {}
+    live: dict[CopyKey, list[TemplateCopy]] = {}
     for template_copy in fleet.units.values():
         if not any(replica.state == "draining" for replica in template_copy.views):
             live.setdefault((template_copy.template, template_copy.region), []).append(template_copy)
@@ -395,13 +403,17 @@ def reassignments(
     return tuple(reassigns)
 
 
-def _plain(known: Known, key: Key) -> bool:
+def _plain(known: TemplateCapacities, key: CopyKey) -> bool:
     return key[0] in known and known[key[0]].template.kind in FLIPPABLE
 
 
 def _best(
-    template: Template, key: Key, spare: Mapping[Key, list[TemplateCopy]], left: Counts, known: Known
-) -> tuple[Key, TemplateCopy, list[ReplicaState]] | None:
+    template: Template,
+    key: CopyKey,
+    spare: Mapping[CopyKey, list[TemplateCopy]],
+    left: Counts,
+    known: TemplateCapacities,
+) -> tuple[CopyKey, TemplateCopy, list[ReplicaState]] | None:
     ranked = []
     for source, units in spare.items():
         if left[source] <= 0 or source[1] != key[1] or known[source[0]].template.model != template.model:

@@ -50,7 +50,7 @@ class PredictiveReplan(rule.Scaler):
         self._looked_s: float | None = None
         self._quoted = False
 
-    def quoted(self, regions: tuple[Region, ...]) -> None:
+    def market_changed(self, regions: tuple[Region, ...]) -> None:
         self._quoted = True
 
     def on_tick(
@@ -75,7 +75,7 @@ class PredictiveReplan(rule.Scaler):
         if missing:
             moved.append(f"{missing} copies of the plan are not there")
         if self._quoted:
-            moved.append(rule.QUOTED)
+            moved.append(rule.MARKET_CHANGED_REASON)
         if not moved and since_s >= self._policy.global_window_s:
             moved.append("prices and nodes may have changed")
         if not moved or not needs:
@@ -146,7 +146,7 @@ class PeriodicReplan(rule.Scaler):
         self._first_s: dict[str, float] = {}
         self._quoted = False  # Prices or nodes changed since the planner was asked.
 
-    def quoted(self, regions: tuple[Region, ...]) -> None:
+    def market_changed(self, regions: tuple[Region, ...]) -> None:
         self._quoted = True
 
     def on_tick(
@@ -172,7 +172,7 @@ class PeriodicReplan(rule.Scaler):
         if missing:
             reasons.append(f"{missing} copies of the plan are not there")
         if self._quoted:
-            reasons.append(rule.QUOTED)
+            reasons.append(rule.MARKET_CHANGED_REASON)
         if not reasons and at_s - self._asked_s >= self._policy.global_window_s:
             reasons.append("prices and nodes may have changed")
         if not reasons or not observed.models:
@@ -221,7 +221,7 @@ class PeriodicReplan(rule.Scaler):
 
 def _told(traffic: ModelTraffic) -> bool:
     """Whether so many answers ended that the planner would be told their lengths."""
-    return traffic.finished >= rule.LEAST_SEEN
+    return traffic.finished >= rule.MIN_FINISHED_FOR_LENGTHS
 
 
 def _tokens(traffic: ModelTraffic) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from math import inf
 from typing import NamedTuple
 
 from potluck.core.routing.group_sharing import MeanLengths
-from potluck.core.scaling.copy_capacity import planned_mix, rates_of, total
+from potluck.core.scaling.copy_capacity import planned_mix, rates_of, sum_rates
 from potluck.core.scaling.rule import Decisions, FlipRole, RuleNotes, Scaler, queued_requests
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
@@ -271,7 +271,7 @@ class CopyRoles:
             for template_copy in mine
             if template_copy.whole and template_copy.template in templates
         ]
-        return total(rates_of(templates[name], mix) for name in others).served_per_s
+        return sum_rates(rates_of(templates[name], mix) for name in others).served_per_s
 
 
 class WithCopyRoles(Scaler):
@@ -285,8 +285,8 @@ class WithCopyRoles(Scaler):
         flips = self._inside.on_tick(at_s, observed, fleet, plan)
         return (*flips, *self.rule.on_tick(at_s, observed, fleet, plan))
 
-    def quoted(self, regions: tuple[Region, ...]) -> None:
-        self.rule.quoted(regions)
+    def market_changed(self, regions: tuple[Region, ...]) -> None:
+        self.rule.market_changed(regions)
 
     def why(self) -> str:
         inside = self._inside.notes.any

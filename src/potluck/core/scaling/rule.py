@@ -1,7 +1,7 @@
-"""What every scaling rule is asked at each tick, and what it may answer.
+"""The interface of scaling rules: what they observe at each tick, and the decisions they may return.
 
 Rules change nothing themselves: `Resize` changes the wanted counts, which `reconcile.py` works towards; `SetLengths`
-is what groups share their requests by. `why` says what a rule last thought, above all when it did nothing."""
+is what groups share their requests by. `why` explains a rule's last decision, or why it decided nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from potluck.core.state.fleet import FleetState, TemplateCopy
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Region, Role
 
-QUOTED = "prices or nodes changed"
-LEAST_SEEN = 30  # Answers that must have ended before lengths mean something to the planner.
+MARKET_CHANGED_REASON = "prices or nodes changed"
+MIN_FINISHED_FOR_LENGTHS = 30  # Finished answers that observed lengths need to be used in a plan.
 Nodes = dict[tuple[str, str], int]
 
 
@@ -48,7 +48,7 @@ class SetThreshold(NamedTuple):
 
 
 class SetLengths(NamedTuple):
-    """Requests of a model are of these mean lengths now: groups share them anew."""
+    """The observed mean lengths of a model's requests: groups share requests accordingly."""
 
     model: str
     prompt_tokens: float
@@ -60,7 +60,7 @@ Decisions = tuple[ScaleDecision, ...]
 
 
 class RuleNotes:
-    """What a rule says for itself: a line per model or topic, beside it what it waits for."""
+    """A rule's explanation: a line per model or topic, with what it waits for."""
 
     __slots__ = ("_lines", "_waits")
 
@@ -95,11 +95,11 @@ class Scaler:
     def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Decisions:
         return ()
 
-    def quoted(self, regions: tuple[Region, ...]) -> None:
-        """Prices or nodes are others from now on."""
+    def market_changed(self, regions: tuple[Region, ...]) -> None:
+        """Prices or available nodes changed."""
 
     def why(self) -> str:
-        """What was decided at the last tick and why, model by model; never empty after a tick."""
+        """The last decision and its reason, model by model; never empty after a tick."""
         return self._notes.text()
 
 
@@ -112,11 +112,15 @@ def available_nodes(regions: tuple[Region, ...]) -> Nodes | None:
     """How many nodes of each type each region rents at most; None when that is not known."""
     if not regions:
         return None
-    return {(region.name, offer.node): offer.available for region in regions for offer in region.offers}
+    return {
+        (region.name, node_offer.node): node_offer.available
+        for region in regions
+        for node_offer in region.offers
+    }
 
 
 def used_nodes(units: Mapping[str, TemplateCopy], templates: Mapping[str, Template]) -> Nodes:
-    """The nodes that units hold, draining ones included; units of unknown templates hold none we know of."""
+    """The nodes that copies hold, including draining ones; copies of unknown templates count none."""
     used: Counter[tuple[str, str]] = Counter()
     for template_copy in units.values():
         for node_count in (
@@ -128,10 +132,10 @@ def used_nodes(units: Mapping[str, TemplateCopy], templates: Mapping[str, Templa
 
 def unit_price_usd_per_h(template: Template, region: str, regions: tuple[Region, ...]) -> float | None:
     """Rent of one copy; None where the region does not offer one of its nodes."""
-    place = next((r for r in regions if r.name == region), None)
+    region_offer = next((candidate for candidate in regions if candidate.name == region), None)
     price = 0.0
     for node_count in template.nodes:
-        offer = place.offer(node_count.node) if place else None
+        offer = region_offer.offer(node_count.node) if region_offer else None
         if offer is None:
             return None
         price += node_count.count * offer.price_usd_per_h
@@ -140,16 +144,19 @@ def unit_price_usd_per_h(template: Template, region: str, regions: tuple[Region,
 
 def queued_requests(fleet: FleetState, model: str) -> int:
     """Requests that replicas report as not begun: work that arrival rates do not show."""
-    mine = [replica.status for replica in fleet.views.values() if replica.member.model == model]
-    return sum(status.queued for status in mine if status is not None)
+    statuses = [replica.status for replica in fleet.views.values() if replica.member.model == model]
+    return sum(status.queued for status in statuses if status is not None)
 
 
 def missing_copies(fleet: FleetState, plan: Plan) -> int:
     """Copies that the plan has and the fleet has not, not even starting."""
-    stay = [
+    staying = [
         template_copy
         for template_copy in fleet.units.values()
         if not any(replica.state == "draining" for replica in template_copy.views)
     ]
-    there = Counter((template_copy.template, template_copy.region) for template_copy in stay)
-    return sum(max(0, d.count - there[d.template, d.region]) for d in plan.deployments)
+    counts = Counter((template_copy.template, template_copy.region) for template_copy in staying)
+    return sum(
+        max(0, deployment.count - counts[deployment.template, deployment.region])
+        for deployment in plan.deployments
+    )
