@@ -17,11 +17,8 @@ from server_helpers import Client, face, make_service, tokens_in
 
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.cli.main import cli
-from potluck.core.errors import FormatError
-from potluck.core.replica.blocks import block_hashes
 from potluck.engine import shipped_model
 from potluck.engine.compute.emulated import emulated_blocks
-from potluck.engine.mock.mock_transfer import lent
 from potluck.engine.serve import serve_all
 from potluck.engine.server.http_connection import RequestLimits
 from potluck.kv.fetch import KvFetch
@@ -86,31 +83,6 @@ async def test_mock_engine_refuses_lossy_prefixes_and_kv_of_another_model() -> N
         assert (await two.get("/cache"))[1]["reports"][0]["added"] == []
         await handed_over(one, two, 70)
         assert len((await two.get("/cache"))[1]["reports"][0]["added"]) == 6
-
-
-async def test_mock_prefix_is_copied_by_block_names() -> None:
-    async with face(mock_service()) as one, face(mock_service()) as two:
-        expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
-        names = block_hashes(TOKENS, one.service.fingerprint)[:5]
-        ask = {"request": "m", "model": "tiny", "blocks": [f"{name:032x}" for name in names]}
-        loan = (await one.post("/prefixes/lend", ask))[1]
-        source = {"kv": loan["kv"], "handle": loan["handle"]}
-        status, received = await two.post("/prefixes/fetch", {**ask, "source": source})
-        assert (status, received["tokens"]) == (200, 80)
-        assert received["moved_bytes"] == kv_bytes(LLAMA, 80)
-        lines = (await two.segment(TOKENS, **GREEDY))[1]
-        assert (tokens_in(lines), lines[-1]["cached_tokens"]) == (expected, 80)
-        made = two.service._loop.prefixes.gathering(0, 32)
-        made.accept(lent([1, 2], 0, 0, 32))
-        for wrong, says in (
-            (lent([1, 3], 1, 0, 32), "not the KV of the same tokens"),
-            (lent([1, 2], 0, 0, 32), "came before"),
-            (lent([1], 1, 0, 32), "expected"),
-        ):
-            with pytest.raises(FormatError, match=says):
-                made.accept(wrong)
-        with pytest.raises(FormatError, match="3 chunks are missing"):
-            two.service._loop.prefixes.adopt((1, 2), made)
 
 
 def keys_of(value: object) -> object:

@@ -105,7 +105,7 @@ class MockEngine(Engine):
     def running(self) -> dict[str, int]:  # type: ignore[override]
         """What is left of requests and hand-overs."""
         connector, service = self.service.kv_connector, self.service
-        left = {"requests": service.open_requests, "channels": service.hub.open, "fetches": service.fetching}
+        left = {"requests": service.open_requests, "channels": service.hub.open}
         left["threads"] = sum(not item.name.startswith(LASTING) for item in self.process.threads)
         if connector is not None:
             left |= {"transfers": connector.sender.transfers, "held": connector.sender.held_bytes}

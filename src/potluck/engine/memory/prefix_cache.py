@@ -8,17 +8,11 @@ at the end of the prefix is stored as a checkpoint, with what paged layers have 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
 
-import numpy as np
-from numpy.typing import NDArray
-
-from potluck.core.errors import CapacityError, FormatError, InputError
-from potluck.core.replica.blocks import HASH_BYTES, CacheChanges, PrefixHit, block_hashes, chain_root
+from potluck.core.replica.blocks import CacheChanges, PrefixHit, block_hashes, chain_root
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, LinearAttention, Model
 from potluck.engine.model.config import EngineModelConfig
@@ -26,16 +20,6 @@ from potluck.kv.chunks import KvChunk
 from potluck.kv.codec_layout import Part
 from potluck.kv.disk_tier import DiskTier
 from potluck.kv.prefix_pool import PrefixPool
-
-FORMATS = {"float32": 4, "float16": 2, "bfloat16": 2}
-INFINITE_BFLOAT16 = 0x7F80
-"""The exponent of what is not finite."""
-
-
-def chain_hash(names: Sequence[int]) -> str:
-    """What stands in a manifest where other hand-overs have the hash of their tokens."""
-    named = b"".join(name.to_bytes(HASH_BYTES, "little") for name in names)
-    return hashlib.sha256(b"prefix " + named).hexdigest()
 
 
 def expected_parts(
@@ -55,62 +39,6 @@ def expected_parts(
             result[place, "conv"] = stop, (kind.conv_kernel - 1, kind.conv_channels)
             result[place, "memory"] = stop, (kind.value_heads, kind.key_head_dim, kind.value_head_dim)
     return result
-
-
-class ReceivedPrefix:
-    """The chunks of tokens [start, stop) as they come, in any order."""
-
-    def __init__(self, model: Model, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self._missing = expected_parts(model, start, stop)
-        self._chunks: dict[int, list[KvChunk]] = {}
-        self._format = ""
-
-    def accept(self, chunk: KvChunk) -> None:
-        where = f"prefix: layer {chunk.layer} {chunk.part}"
-        expected = self._missing.get((chunk.layer, chunk.part))
-        if expected is None:
-            raise FormatError(where, "is not expected, or came before")
-        if chunk.codec != "raw":
-            raise FormatError(where, f"came as {chunk.codec}; what is kept for others must be exact")
-        if (chunk.first, chunk.stop, tuple(chunk.shape)) != (expected[0], self.stop, expected[1]):
-            text = f"[{chunk.first}, {chunk.stop}) {list(chunk.shape)}"
-            raise FormatError(where, f"is {text}, expected [{expected[0]}, {self.stop}) {list(expected[1])}")
-        fixed = "float32" if chunk.part == "memory" else self._format
-        if chunk.dtype not in FORMATS or (fixed and chunk.dtype != fixed):
-            raise FormatError(where, f"is {chunk.dtype}, expected {fixed or ' or '.join(FORMATS)}")
-        self._format = self._format or ("" if chunk.part == "memory" else chunk.dtype)
-        if len(chunk.data) != prod(expected[1]) * FORMATS[chunk.dtype]:
-            raise FormatError(where, f"has {len(chunk.data)} bytes, which its shape has not")
-        raw = np.frombuffer(chunk.data, dtype=np.uint8).copy()
-        if not _all_finite(raw, chunk.dtype):
-            raise FormatError(where, "has values that are not finite")
-        self._chunks.setdefault(chunk.layer, []).append(replace(chunk, data=memoryview(raw.data)))
-        del self._missing[chunk.layer, chunk.part]
-
-    def finish(self) -> None:
-        if self._missing:
-            layer, part = min(self._missing)
-            raise FormatError(
-                "prefix", f"{len(self._missing)} chunks are missing, the first is layer {layer} {part}"
-            )
-
-    def read(self, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
-        """What came of a layer, of one that keeps every token only [start, stop)."""
-        kv_chunks = []
-        for chunk in self._chunks[layer]:
-            if chunk.first == self.start < start and chunk.shape[0] == self.stop - self.start:
-                skipped = len(chunk.data) // chunk.shape[0] * (start - self.start)
-                shape = (stop - start, *chunk.shape[1:])
-                chunk = replace(chunk, first=start, shape=shape, data=memoryview(chunk.data)[skipped:])
-            kv_chunks.append(chunk)
-        return tuple(kv_chunks)
-
-
-def _all_finite(raw: NDArray[np.uint8], dtype: str) -> bool:
-    if dtype == "bfloat16":
-        return bool(((raw.view("<u2") & INFINITE_BFLOAT16) != INFINITE_BFLOAT16).all())
-    return bool(np.isfinite(raw.view(dtype)).all())
 
 
 Read = Callable[[int, int, int], tuple[KvChunk, ...]]
@@ -135,7 +63,6 @@ class PrefixCache:
         attentions = [layer.attention for layer in config.model.layers]
         self._paged = [index for index, kind in enumerate(attentions) if keeps_all(kind)]
         self._others = [index for index, kind in enumerate(attentions) if not keeps_all(kind)]
-        self._model = config.model
         self._capacity_bytes = capacity_bytes
         self._fingerprint = fingerprint
         self._disk = disk
@@ -177,48 +104,6 @@ class PrefixCache:
             self._keep_blocks(hashes, read)
         if self.exact:
             self._keep_rest(tokens, hashes, held, read, self._root(salt))
-
-    # Between two engines, by the names of blocks.
-
-    def held(self, names: Sequence[int]) -> int:
-        """Tokens of the longest prefix of these blocks that can be resumed."""
-        return 0 if self._pool is None else self._pool.find((), names, len(names) * BLOCK_TOKENS).tokens
-
-    def lacks_from(self, names: Sequence[int]) -> int:
-        """The token behind the leading blocks that are here; what a peer has to send begins there."""
-        if self._pool is None or not names:
-            return 0
-        self.held(names)
-        # Of the last block there is always something to send: what windows and states have behind it.
-        most = len(names) - 1 if self.exact else len(names)
-        return min(self._pool.index.depth(names), most) * BLOCK_TOKENS
-
-    def lend(self, names: Sequence[int], start: int) -> list[KvChunk]:
-        stop = len(names) * BLOCK_TOKENS
-        prefix_hit = None if self._pool is None else self._pool.find((), names, stop)
-        if self._pool is None or prefix_hit is None or prefix_hit.tokens != stop:
-            raise InputError("prefix", "is no longer held here")
-        return self._chunks(self._pool, names, prefix_hit, start // BLOCK_TOKENS)
-
-    def gathering(self, start: int, stop: int) -> ReceivedPrefix:
-        return ReceivedPrefix(self._model, start, stop)
-
-    def adopt(self, names: tuple[int, ...], received_prefix: ReceivedPrefix) -> int:
-        """Keep what came of these blocks; how many tokens of them can be resumed now."""
-        received_prefix.finish()
-        depth = 0 if self._pool is None else self._pool.index.depth(names)
-        if depth * BLOCK_TOKENS < received_prefix.start:
-            raise CapacityError("the blocks before those that came have gone meanwhile")
-        if any(
-            kind.dtype
-            != received_prefix.read(kind.layer, received_prefix.start, received_prefix.stop)[0].dtype
-            for kind, _ in self._kinds
-        ):
-            raise FormatError("prefix", f"is not in this engine's format, {self._kinds[0][0].dtype}")
-        self._keep_blocks(names, received_prefix.read)
-        if self.exact:
-            self._keep_rest((), names, received_prefix.stop, received_prefix.read, 0)
-        return self.held(names)
 
     # What there is.
 

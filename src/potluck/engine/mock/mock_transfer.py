@@ -17,7 +17,6 @@ The prefix cache holds names of blocks in the memory that running requests leave
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from bisect import insort
@@ -25,17 +24,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import takewhile
 
-from potluck.core.errors import CapacityError, FormatError, InputError
+from potluck.core.errors import FormatError
 from potluck.core.replica.blocks import CacheChanges
 from potluck.core.replica.spare_cache import SpareCache
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 from potluck.engine.compute.emulated import Clock
-from potluck.engine.memory.prefix_cache import PrefixCache, Read, ReceivedPrefix
+from potluck.engine.memory.prefix_cache import PrefixCache, Read
 from potluck.engine.mock import mock_executor
-from potluck.engine.mock.mock_executor import DTYPE, NOTHING, MockExecutor, after, chunk_of
+from potluck.engine.mock.mock_executor import NOTHING, MockExecutor, after, chunk_of
 from potluck.engine.server.kv_connector import KvTransfer
 from potluck.kv.chunks import KvChunk
 from potluck.kv.codec_layout import COLUMN_GROUP, Codec, Part, sizes
@@ -288,41 +286,6 @@ def _share(attention: Attention, codec: Codec) -> float:
     )
 
 
-def lent(histories: Sequence[int], layer: int, start: int, stop: int) -> KvChunk:
-    """What stands for a layer's KV of whole blocks, of tokens [start, stop)."""
-    data = struct.pack(f"<{len(histories)}Q", *histories)
-    return KvChunk(layer, "latent", start, stop, DTYPE, (len(histories), 2), data)
-
-
-class MockReceivedPrefix(ReceivedPrefix):
-    """Chunks of tokens [start, stop) as they come. Without tokens to go by, a chunk holds the hash at the end of each
-    block; all layers say the same."""
-
-    def __init__(self, layers: int, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.histories: tuple[int, ...] = ()  # At the end of each block.
-        self._layers = set(range(layers))
-
-    def accept(self, chunk: KvChunk) -> None:
-        where = f"prefix: layer {chunk.layer} {chunk.part}"
-        if chunk.layer not in self._layers:
-            raise FormatError(where, "is not expected, or came before")
-        count = (self.stop - self.start) // BLOCK_TOKENS
-        expected = ("raw", DTYPE, (count, 2), self.start, self.stop, 8 * count)
-        text = (chunk.codec, chunk.dtype, tuple(chunk.shape), chunk.first, chunk.stop, len(chunk.data))
-        if text != expected:
-            raise FormatError(where, f"is {text}, expected {expected}")
-        histories = struct.unpack(f"<{count}Q", bytes(chunk.data))
-        if self.histories not in ((), histories):
-            raise FormatError(where, "is not the KV of the same tokens as another layer's")
-        self.histories = histories
-        self._layers.remove(chunk.layer)
-
-    def finish(self) -> None:
-        if self._layers:
-            raise FormatError("prefix", f"{len(self._layers)} chunks are missing")
-
-
 class MockPrefixCache(PrefixCache):
     def __init__(self, executor: MockExecutor, sizes: KvSizes, most_blocks: int | None = None) -> None:
         """`most_blocks`: no more than that, even if there is room; 0: none at all."""
@@ -368,39 +331,6 @@ class MockPrefixCache(PrefixCache):
             history = known
         self._cache.keep(names)
         self._fit()
-
-    def held(self, names: Sequence[int]) -> int:
-        return self._cache.match(names) * BLOCK_TOKENS
-
-    def lacks_from(self, names: Sequence[int]) -> int:
-        most = len(names) - 1 if self.exact else len(names)
-        return min(self._depth(names), most) * BLOCK_TOKENS
-
-    def lend(self, names: Sequence[int], start: int) -> list[KvChunk]:
-        stop = len(names) * BLOCK_TOKENS
-        if self.held(names) != stop:
-            raise InputError("prefix", "is no longer held here")
-        self._cache.keep(names)  # It was used just now.
-        histories = [self._histories[name] for name in names[start // BLOCK_TOKENS :]]
-        return [lent(histories, layer, start, stop) for layer in range(self._sizes.layers)]
-
-    def gathering(self, start: int, stop: int) -> MockReceivedPrefix:
-        return MockReceivedPrefix(self._sizes.layers, start, stop)
-
-    def adopt(self, names: tuple[int, ...], received_prefix: ReceivedPrefix) -> int:
-        assert isinstance(received_prefix, MockReceivedPrefix), "as `gathering` made it"
-        received_prefix.finish()
-        if self._depth(names) * BLOCK_TOKENS < received_prefix.start:
-            raise CapacityError("the blocks before those that came have gone meanwhile")
-        self._histories.update(
-            zip(names[received_prefix.start // BLOCK_TOKENS :], received_prefix.histories, strict=True)
-        )
-        self._cache.keep(names)
-        self._fit()
-        return self.held(names)
-
-    def _depth(self, names: Sequence[int]) -> int:
-        return sum(1 for _ in takewhile(self._cache.__contains__, names))
 
     def changes(self) -> CacheChanges:
         return self._cache.changes()

@@ -63,8 +63,6 @@ def build(
             web.get("/v1/models", openai_routes.models),
             web.get("/v1/models/{id:.+}", openai_routes.model),
             web.post("/segments", segment_routes.segments),
-            web.post("/prefixes/lend", segment_routes.lend_prefix),
-            web.post("/prefixes/fetch", segment_routes.fetch_prefix),
             web.get("/", control.page),
             web.get("/status", control.status),
             web.get("/cache", control.cache),

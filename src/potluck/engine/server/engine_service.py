@@ -75,7 +75,6 @@ class EngineService:
         self.kv_connector: KvConnector | None = None  # As long as the application runs.
         self._peers: frozenset[KvAddress] = frozenset()
         self.open_requests = 0
-        self.lent = self.fetching = 0
         """Kept prefixes that wait for whoever fetches them, or are on their way here."""
         self.uploads = Uploads(limits.body_bytes, limits.bodies_bytes)
         self._loop, self.driver = loop, loop_thread

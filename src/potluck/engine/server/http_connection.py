@@ -309,8 +309,6 @@ class RequestLimits:
     """How long a fetch waits for a sender that has not heard of the request yet."""
     lease_s: float = 60.0
     """How long a cache waits for whoever fetches it."""
-    prefix_moves: int = 16
-    """Kept prefixes that are lent at once, and that are fetched; more are refused with 429."""
 
 
 ACCEPTED_AT_ONCE = 64

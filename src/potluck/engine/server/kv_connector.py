@@ -242,28 +242,6 @@ class KvConnector:
         lease_s = self._settings.sender.lease_s
         return KvNotDelivered(RECEIVER_GONE, f"the receiver came, and was heard of no more for {lease_s:g} s")
 
-    def lend(self, handle: str, bound: bytes, read: Read, lasts_s: float, over: Callable[[], None]) -> None:
-        """Something that is kept can be fetched, once, within a time. It is read when the receiver comes."""
-
-        def opened(have: int) -> KvManifest:
-            manifest, chunks = read(have)
-            self._loop.call_soon_threadsafe(lambda: self._send_off(self._put(transfer, chunks)))
-            return manifest
-
-        def closed(state: State) -> None:
-            with suppress(RuntimeError):  # The event loop is closed: nobody counts any more.
-                self._loop.call_soon_threadsafe(over)
-
-        transfer = self.sender.offer(handle, bound, opened, lasts_s, closed)
-
-    async def _put(self, transfer: OutgoingTransfer, chunks: list[KvChunk]) -> None:
-        try:
-            async with asyncio.timeout(self._handover_s):
-                await self._hand_in(transfer, chunks)
-                transfer.finish()
-        except (PotluckError, TimeoutError) as error:
-            self._failed(transfer, error)
-
     def _failed(self, transfer: OutgoingTransfer, error: Exception) -> None:
         transfer.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
 

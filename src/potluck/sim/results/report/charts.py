@@ -112,7 +112,10 @@ def distribution(curves: Sequence[LatencyCurve], title: str) -> str:
     low = min(max(_at(curve, TAIL_SHARE), 1e-6) for curve in curves)
     high = max(max(_at(curve, 1 - TAIL_SHARE), (curve.limit_s or 0.0) * 1.1, low * 1.5) for curve in curves)
     log_low, span = log10(low), log10(high) - log10(low)
-    place = lambda value: min(max((log10(max(value, low)) - log_low) / span, 0.0), 1.0)  # noqa: E731
+
+    def place(value: float) -> float:
+        return min(max((log10(max(value, low)) - log_low) / span, 0.0), 1.0)
+
     ticks = log_ticks(low, high)
     x_ticks = [(place(value), short(seconds(value))) for value in ticks[:: -(-len(ticks) // 5)]]
     body = ""
@@ -134,15 +137,15 @@ def timeline(bands: Sequence[ReplicaBand], end_s: float, faults: Sequence[tuple[
     """A row per replica: its states and roles; a cross after the name of one that was lost, a row of all faults."""
     rows = []
     for band in bands:
-        spans = ""
+        marks = ""
         for from_s, to_s, state, role in band.spans:
             text = escape(f"{band.label}: {state}, {role}, {seconds(to_s - from_s)} ({band.what})")
-            spans += _span(f"span {escape(state)} {escape(role)}", from_s, to_s, end_s, text)
+            marks += _span(f"span {escape(state)} {escape(role)}", from_s, to_s, end_s, text)
         lost = "" if band.lost_s is None else " ✗"
-        rows.append(_row(f"{band.label}{lost}", band.what, 1000, spans))
+        rows.append(_row(f"{band.label}{lost}", band.what, 1000, marks))
     if faults:
-        marks = "".join(_span("fault", at_s, at_s, end_s, escape(what)) for at_s, what in faults)
-        rows.append(_row("faults", "when faults began", 1000, marks))
+        fault_marks = "".join(_span("fault", at_s, at_s, end_s, escape(what)) for at_s, what in faults)
+        rows.append(_row("faults", "when faults began", 1000, fault_marks))
     spans = {(state, role) for band in bands for _, _, state, role in band.spans}
     keys = [(f"ready {role}", role) for role in ("prefill", "decode", "mixed") if ("ready", role) in spans]
     states = {state for state, _ in spans}
