@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from openai_helpers import NAME, SERVER, FakeExchange, Scene, choices, saying
 
@@ -400,6 +400,10 @@ def test_tenants_of_one_sharing_group_share_prefixes_of_its_models_only(tmp_path
     ),
     st.integers(1, 3),
 )
+@example(
+    [(0.0, 176, 0.0, 4), *[(0.0, 1, 0.0, 0)] * 2, (6.0, 1, 0.0, 0), (12.0, 256, 0.93, 0), (6.0, 725, 1.0, 0)],
+    1,
+)
 def test_admitted_tokens_stay_within_rate_and_one_oversized_request(
     steps: list[tuple[float, int, float, int]], workers: int
 ) -> None:
@@ -553,3 +557,14 @@ def test_key_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
     assert door.ask("/v1/completions", origin="https://elsewhere.example").status == 403
     resolved.now_s = 10.0
     assert resolved.try_key(None).status == 401, "where others can reach it a key is needed"
+
+
+def test_unused_reservation_is_given_back_unless_the_bucket_was_refilled_meanwhile() -> None:
+    quota = KeyQuota(Quota(None, 600), 0.0)
+    for used_at_s, remaining in ((6.0, b"560"), (60.0, b"600")):
+        assert quota.enter(0.0) is None
+        assert quota.reserve(500, 0.0) is None
+        quota.headers(used_at_s)
+        quota.leave(500, 100)
+        assert b"remaining-tokens: " + remaining in quota.headers(used_at_s)
+        quota = KeyQuota(Quota(None, 600), 0.0)

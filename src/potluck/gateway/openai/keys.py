@@ -21,10 +21,12 @@ import logging
 import mmap
 import os
 import secrets
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -417,19 +419,85 @@ class QuotaExceeded:
     """That the request would have reserved, where its tokens are too many."""
 
 
+class RefundLimits:
+    """How much of each open reservation its bucket may get back.
+
+    Had the unused part of a reservation never been taken, the bucket would hold that much more now, less what would
+    have overflowed: the part beyond the smallest room that the bucket has had since. So the limit of a reservation is
+    that smallest room, less what other reservations were given back meanwhile.
+    """
+
+    __slots__ = ("_admitted", "_limits", "_refunded", "_sequence")
+
+    def __init__(self) -> None:
+        self._sequence = 0
+        self._admitted: dict[int, deque[int]] = {}
+        """Sequence numbers of open reservations, by their tokens."""
+        self._limits: list[tuple[int, float]] = []
+        """(last sequence number, limit plus `_refunded`), both ascending: a limit holds for all reservations since
+        the entry before."""
+        self._refunded = 0.0
+
+    def add(self, tokens: int, room: float) -> None:
+        self._sequence += 1
+        self._admitted.setdefault(tokens, deque()).append(self._sequence)
+        self._limits.append((self._sequence, room + self._refunded))
+
+    def lower(self, room: float) -> None:
+        """The bucket was refilled, and has so much room left."""
+        limit, last = room + self._refunded, 0
+        while self._limits and self._limits[-1][1] >= limit:
+            last = max(last, self._limits.pop()[0])
+        if last:
+            self._limits.append((last, limit))
+
+    def lower_by(self, refund: float) -> None:
+        self._refunded += refund
+
+    def remove(self, tokens: int) -> float:
+        """End the oldest reservation of so many tokens; returns its limit."""
+        sequence_numbers = self._admitted.get(tokens)
+        if sequence_numbers is None:  # Its bucket was replaced.
+            return 0.0
+        index = bisect_left(self._limits, (sequence_numbers.popleft(),))
+        limit = self._limits[index][1] - self._refunded
+        if not sequence_numbers:
+            del self._admitted[tokens]
+        if not self._admitted:
+            self._limits, self._refunded = [], 0.0
+        return max(0.0, limit)
+
+
 class TokenBucket:
-    __slots__ = ("_level", "_seen_s", "most", "rate_per_s")
+    __slots__ = ("_level", "_refunds", "_seen_s", "most", "rate_per_s")
 
     def __init__(self, per_min: float, now_s: float) -> None:
         self.most = max(per_min, 1.0)
         self.rate_per_s = per_min / MINUTE_S
         self._level, self._seen_s = self.most, now_s
+        self._refunds = RefundLimits()
 
     def level(self, now_s: float) -> float:
         if now_s > self._seen_s:
             self._level = min(self.most, self._level + (now_s - self._seen_s) * self.rate_per_s)
             self._seen_s = now_s
+            self._refunds.lower(self.most - self._level)
         return self._level
+
+    def reserve(self, tokens: int, now_s: float) -> float:
+        """As `draw`, of tokens that `settle` may give back in part."""
+        self.level(now_s)
+        wait_s = self.draw(float(tokens), now_s)
+        if wait_s == 0.0 and tokens > 0:
+            self._refunds.add(tokens, self.most - self._level)
+        return wait_s
+
+    def settle(self, reserved: int, used: int) -> float:
+        """End a reservation; returns what it took from the bucket beyond the reserved tokens, mostly negative."""
+        refund_limit = self._refunds.remove(reserved)
+        extra = max(float(used - reserved), -refund_limit)
+        self.take(extra)
+        return extra
 
     def draw(self, amount: float, now_s: float) -> float:
         """Take so much, or nothing and say how long to wait; more than it ever holds waits until it is full."""
@@ -449,7 +517,11 @@ class TokenBucket:
         return self.most, level if level > 0.0 else 0.0, ceil((self.most - level) / self.rate_per_s)
 
     def take(self, amount: float) -> None:
-        self._level = min(self.most, self._level - amount)
+        """Take so much, or give it back where negative, whatever there is."""
+        level = min(self.most, self._level - amount)
+        if level > self._level:
+            self._refunds.lower_by(level - self._level)
+        self._level = level
 
 
 class KeyQuota:
@@ -515,7 +587,7 @@ class KeyQuota:
             return None
         if self._row is not None:  # Others may have reserved while this request was tokenised.
             self._hear(self._row, now_s)
-        wait_s = self._tokens.draw(float(tokens), now_s)
+        wait_s = self._tokens.reserve(tokens, now_s)
         if wait_s > 0:
             if self.open > 1 or self._heard.open > 0:
                 wait_s = min(
@@ -530,10 +602,15 @@ class KeyQuota:
     def leave(self, reserved: int, used: int) -> None:
         self.open -= 1
         self._reserved -= reserved
-        if used != reserved and self._tokens is not None:
-            self._tokens.take(float(used - reserved))
+        extra = float(used - reserved)
+        if self._tokens is not None and reserved > 0:
+            if self._row is not None:  # The bucket may have been full at another process's latest use.
+                self._hear(self._row, inf)
+            extra = self._tokens.settle(reserved, used)
+        elif self._tokens is not None:
+            self._tokens.take(extra)
         if self._row is not None:
-            self._row.add(0.0, float(used - reserved), self.open, self._reserved)
+            self._row.add(0.0, extra, self.open, self._reserved)
 
     def headers(self, now_s: float) -> bytes:
         """OpenAI's headers, as lines of a head: what is left, and when all of it will be."""
