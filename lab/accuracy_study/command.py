@@ -109,7 +109,9 @@ def _show_whole_runs() -> None:
     table("Choosing by cost per token, configurations left out", ("measure", "mean"), choices)
 
 
-def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callable[[str], None]) -> None:
+def study_table(
+    path: Path, scores: tuple[Score, ...], save: bool, report_progress: Callable[[str], None]
+) -> None:
     """Fit hosts and clients to a table of runs, score what was left out, and keep it."""
     from accuracy_study.scores import save_runs
     from accuracy_study.serving import carried_over, possible, study_runs
@@ -119,7 +121,9 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
 
     table_read = read_runs(path)
     result = [item for item in map(placed, table_read.runs) if possible(item)]
-    study, errors = study_runs(result, table_read.left_out + len(table_read.runs) - len(result), said)
+    study, errors = study_runs(
+        result, table_read.left_out + len(table_read.runs) - len(result), report_progress
+    )
     if save:
         bars = ErrorBars(result[0].node.gpu.name, errors, deviations(scores))
         save_runs(replace(study, carried=carried_over(result, study.engines, bars)), bars)

@@ -117,7 +117,7 @@ def possible(placed: Placed) -> bool:
 
 
 def study_runs(
-    placed: Sequence[Placed], left_out: int = 0, said: Callable[[str], None] = lambda _: None
+    placed: Sequence[Placed], left_out: int = 0, report_progress: Callable[[str], None] = lambda _: None
 ) -> tuple[RunStudy, tuple[RunErrors, ...]]:
     """Fit, score what was left out, and see what bars hold and how well one would choose."""
 
@@ -127,7 +127,7 @@ def study_runs(
     ratios = np.zeros((len(METRICS), len(placed)))
     engines, likes = [], {}
     for version in _fitted_versions(versions):
-        said(f"serving runs of {version}")
+        report_progress(f"serving runs of {version}")
         mine = versions == version
         _, engine, number = version.split(" ", 2)
         kind = placed[int(np.flatnonzero(mine)[0])].kind

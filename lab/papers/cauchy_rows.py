@@ -35,7 +35,7 @@ from papers.cauchy_programs import (
     profiles,
 )
 from papers.cronus import OLD_HOST
-from papers.rows import Reproduction, Row, Rows, Said, quiet
+from papers.rows import ProgressReporter, Reproduction, Row, Rows, quiet
 
 SHAREGPT = LOADS[1]
 
@@ -94,36 +94,38 @@ class CauchyMeasured:
         return _change((result[against].e2e_s, result["goodput"].e2e_s))
 
 
-def measure(effort: Effort, said: Said = quiet, quick: bool = False) -> CauchyMeasured:
+def measure(effort: Effort, report_progress: ProgressReporter = quiet, quick: bool = False) -> CauchyMeasured:
     """Run everything, or the least that has all kinds of rows."""
     pairs, spread = {}, {}
     for decodes in DECODES[:2] if quick else DECODES:
-        said(f"CAUCHY, Table 3, 1P{decodes}D")
+        report_progress(f"CAUCHY, Table 3, 1P{decodes}D")
         problem = table3_problem(decodes)
         basic, other = (goodput_per_s(problem, SHAREGPT, table3_policy(way), effort) for way in (False, True))
         rate_per_s = LATENCY_SHARE * basic
         both = [latencies(problem, SHAREGPT, table3_policy(way), rate_per_s, effort) for way in (False, True)]
         pairs[decodes] = Pair((basic, other), (both[0], both[1]), rate_per_s)
     for load in LOADS[2:] if quick else LOADS:
-        said(f"CAUCHY, Figure 9, {load.name}")
+        report_progress(f"CAUCHY, Figure 9, {load.name}")
         spread[load.name] = figure9_latencies(load, effort)
     return CauchyMeasured(pairs, spread)
 
 
-def reproduce(effort: Effort, folder: Path | None, quick: bool, said: Said = quiet) -> Reproduction:
+def reproduce(
+    effort: Effort, folder: Path | None, quick: bool, report_progress: ProgressReporter = quiet
+) -> Reproduction:
     """Its traces are Azure's: without the data, Figures 6, 7 and 10 are left out."""
-    made = list(rows(measure(effort, said, quick)))
-    said("CAUCHY, Table 3 as LongWriter")
+    made = list(rows(measure(effort, report_progress, quick)))
+    report_progress("CAUCHY, Table 3 as LongWriter")
     made += as_longwriter(DECODES[:1] if quick else DECODES, QUICK if quick else PROFILING)
-    said("CAUCHY, Figure 2")
+    report_progress("CAUCHY, Figure 2")
     made += cauchy_migration.figure_2(TYPES[:1] if quick else TYPES, QUICK if quick else PROFILING)
     goodputs: dict[str, dict[str, Goodputs]] = {MODELLED: {load.name: model_goodputs(load) for load in LOADS}}
     if not quick:
         goodputs[PROFILED] = {}
         for load in LOADS:
-            said(f"CAUCHY, goodputs of its candidates, {load.name}")
+            report_progress(f"CAUCHY, goodputs of its candidates, {load.name}")
             goodputs[PROFILED][load.name] = profile(load)
-    said("CAUCHY, Figures 8 and 11")
+    report_progress("CAUCHY, Figures 8 and 11")
     made += [
         *profiles(goodputs),
         *figure_8(goodputs, {MODELLED: (1.0,), PROFILED: (1.0, 3.0)}),
@@ -134,7 +136,7 @@ def reproduce(effort: Effort, folder: Path | None, quick: bool, said: Said = qui
     if rates is not None:
         served = {}
         for load in LOADS[2:] if quick else LOADS:
-            said(f"CAUCHY, Azure's trace, {load.name}")
+            report_progress(f"CAUCHY, Azure's trace, {load.name}")
             known = goodputs[MODELLED if quick else PROFILED][load.name]
             served[load.name] = cauchy_trace.measure(
                 load, known, rates[:10] if quick else rates, effort.seeds[0]

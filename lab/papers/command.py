@@ -27,7 +27,7 @@ from papers import (
     together,
     together_simulated,
 )
-from papers.rows import Reproduction, Said, quiet
+from papers.rows import ProgressReporter, Reproduction, quiet
 from potluck.cli.common.files import FOLDER
 from potluck.cli.common.render import emit_json, progress, table
 from potluck.core.errors import InputError
@@ -37,7 +37,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RunSettings:
     """How much is run, and with which data."""
 
     folder: Path | None
@@ -45,28 +45,43 @@ class Wanted:
     seed: int
 
 
-def _cauchy(wanted: Wanted, said: Said) -> Reproduction:
-    effort = cauchy.QUICK if wanted.quick else cauchy.PAGE
-    effort = replace(effort, seeds=tuple(s + wanted.seed for s in effort.seeds))
-    return cauchy_rows.reproduce(effort, wanted.folder, wanted.quick, said)
+def _cauchy(run_settings: RunSettings, report_progress: ProgressReporter) -> Reproduction:
+    effort = cauchy.QUICK if run_settings.quick else cauchy.PAGE
+    effort = replace(effort, seeds=tuple(s + run_settings.seed for s in effort.seeds))
+    return cauchy_rows.reproduce(effort, run_settings.folder, run_settings.quick, report_progress)
 
 
-def _cronus(wanted: Wanted, said: Said) -> Reproduction:
-    trace = None if wanted.folder is None else wanted.folder / cronus.TRACE
+def _cronus(run_settings: RunSettings, report_progress: ProgressReporter) -> Reproduction:
+    trace = None if run_settings.folder is None else run_settings.folder / cronus.TRACE
     if trace is not None and trace.is_file():
         requests = cronus.trace_requests(trace)
     else:
-        requests = cronus.synthetic_requests(wanted.seed)
-    few = requests.first(cronus.REQUESTS // 4) if wanted.quick else requests
-    return cronus_rows.reproduce(few, said, wanted.quick)
+        requests = cronus.synthetic_requests(run_settings.seed)
+    few = requests.first(cronus.REQUESTS // 4) if run_settings.quick else requests
+    return cronus_rows.reproduce(few, report_progress, run_settings.quick)
 
 
-RUNS: Mapping[str, tuple[int, Callable[[Wanted, Said], Reproduction]]] = {
+RUNS: Mapping[str, tuple[int, Callable[[RunSettings, ProgressReporter], Reproduction]]] = {
     "cauchy": (15, _cauchy),
     "cronus": (11, _cronus),
-    "coral": (11, lambda wanted, said: coral.reproduce(wanted.folder, wanted.quick, wanted.seed, said)),
-    "thunderserve": (7, lambda wanted, said: thunderserve_rows.reproduce(wanted.quick, said)),
-    "prfaas": (11, lambda wanted, said: prfaas.reproduce(wanted.quick, wanted.seed, said)),
+    "coral": (
+        11,
+        lambda run_settings, report_progress: coral.reproduce(
+            run_settings.folder, run_settings.quick, run_settings.seed, report_progress
+        ),
+    ),
+    "thunderserve": (
+        7,
+        lambda run_settings, report_progress: thunderserve_rows.reproduce(
+            run_settings.quick, report_progress
+        ),
+    ),
+    "prfaas": (
+        11,
+        lambda run_settings, report_progress: prfaas.reproduce(
+            run_settings.quick, run_settings.seed, report_progress
+        ),
+    ),
 }
 """A paper's name to how many stages it tells of, and what runs it."""
 
@@ -109,12 +124,12 @@ def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: 
     """
     for note in missing(paper, folder):
         click.echo(f"potluck: note: {note}", err=True)
-    wanted = Wanted(folder, quick, seed)
+    run_settings = RunSettings(folder, quick, seed)
     if paper in ("together", "all"):
-        for path in write_all(RESULTS, wanted, list(RUNS) if paper == "all" else []):
+        for path in write_all(RESULTS, run_settings, list(RUNS) if paper == "all" else []):
             click.echo(path)
         return
-    found = run(paper, wanted)
+    found = run(paper, run_settings)
     if as_json:
         emit_json({"paper": found.paper, "rows": [asdict(row) for row in found.rows]})
         return
@@ -128,29 +143,31 @@ def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: 
         click.echo()
 
 
-def run(paper: str, wanted: Wanted) -> Reproduction:
+def run(paper: str, run_settings: RunSettings) -> Reproduction:
     stages, runs = RUNS[paper]
     with progress(stages) as progress_bar:
-        return runs(wanted, progress_bar)
+        return runs(run_settings, progress_bar)
 
 
-def write_all(docs: Path, wanted: Wanted, papers: Sequence[str]) -> Iterator[Path]:
+def write_all(docs: Path, run_settings: RunSettings, papers: Sequence[str]) -> Iterator[Path]:
     """The pages of these papers, then the one of all together."""
-    options = " --data FOLDER" * (wanted.folder is not None) + " --quick" * wanted.quick
+    options = " --data FOLDER" * (run_settings.folder is not None) + " --quick" * run_settings.quick
     with TemporaryDirectory() as folder:
-        settings = list(together.settings(Path(folder), wanted.quick))
+        settings = list(together.settings(Path(folder), run_settings.quick))
     command, in_order = f"python lab/reproduce.py all{options}", sorted(papers, key=LONGEST_FIRST.index)
     with _workers() as workers, progress(len(papers) + len(settings)) as progress_bar:
         # The longest first; then what tells often how far it is.
-        made = [workers.submit(_written, docs, paper, wanted, command) for paper in in_order[:1]]
-        compared = [workers.submit(together_simulated.settled, setting, wanted.quick) for setting in settings]
-        made += [workers.submit(_written, docs, paper, wanted, command) for paper in in_order[1:]]
+        made = [workers.submit(_written, docs, paper, run_settings, command) for paper in in_order[:1]]
+        compared = [
+            workers.submit(together_simulated.settled, setting, run_settings.quick) for setting in settings
+        ]
+        made += [workers.submit(_written, docs, paper, run_settings, command) for paper in in_order[1:]]
         names = in_order + [f"together: {paper}, {setting}" for paper, setting, _ in settings]
         tasks: list[Future[Any]] = [*made, *compared]
-        told = dict(zip(tasks, names, strict=True))
+        name_of_task = dict(zip(tasks, names, strict=True))
         try:
             for done in as_completed(tasks):
-                progress_bar(told[done])
+                progress_bar(name_of_task[done])
                 done.result()
         except BaseException:  # what is under way ends by itself, the rest is not begun
             workers.shutdown(wait=False, cancel_futures=True)
@@ -173,6 +190,6 @@ def _workers() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(cores, get_context("spawn"), signal.signal, quietly)
 
 
-def _written(docs: Path, paper: str, wanted: Wanted, command: str) -> Path:
+def _written(docs: Path, paper: str, run_settings: RunSettings, command: str) -> Path:
     """A paper's page, made in a process of its own."""
-    return pages.write(docs, RUNS[paper][1](wanted, quiet), command)
+    return pages.write(docs, RUNS[paper][1](run_settings, quiet), command)

@@ -22,7 +22,7 @@ from papers.coral_settings import (
     problem,
 )
 from papers.helix import best_flow, node_rates
-from papers.rows import Line, Plot, Reproduction, Row, Rows, Said, quiet
+from papers.rows import Line, Plot, ProgressReporter, Reproduction, Row, Rows, quiet
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
@@ -113,8 +113,10 @@ class Solver:
         return self.plan(way, supply)[0].fraction >= 1 - 1e-6
 
 
-def reproduce(folder: Path | None, quick: bool, seed: int, said: Said = quiet) -> Reproduction:
-    said("CORAL, libraries")
+def reproduce(
+    folder: Path | None, quick: bool, seed: int, report_progress: ProgressReporter = quiet
+) -> Reproduction:
+    report_progress("CORAL, libraries")
     figure, plots = spectrum()
     first = mixed_pipelines()
     made = [*first, *figure, *sweep(SWEEP[:4] if quick else SWEEP)]
@@ -122,22 +124,22 @@ def reproduce(folder: Path | None, quick: bool, seed: int, said: Said = quiet) -
     for setting in ("core",) if quick else ("core", "extended"):
         solver = Solver(setting)
         there = settings.availability(problem(setting), folder, seed)
-        said(f"CORAL, {setting}: nodes in plenty")
+        report_progress(f"CORAL, {setting}: nodes in plenty")
         made += _ample(solver, quick)
-        said(f"CORAL, {setting}: epochs")
+        report_progress(f"CORAL, {setting}: epochs")
         scale = enough(solver, there)
         made += _epochs(solver, there, scale)
         if quick:
             break
         if setting == "extended":
-            said("CORAL, extended: what the gap is")
+            report_progress("CORAL, extended: what the gap is")
             made += gap(solver, there, scale, slow)
-        said(f"CORAL, {setting}: scarce")
+        report_progress(f"CORAL, {setting}: scarce")
         made += _scarce(solver, there)
-        said(f"CORAL, {setting}: imbalance")
+        report_progress(f"CORAL, {setting}: imbalance")
         made += _heavy(solver)
     if not quick:
-        said("CORAL, Helix's cluster")
+        report_progress("CORAL, Helix's cluster")
         made += helix()
     return Reproduction("CORAL", tuple(made), plots)
 

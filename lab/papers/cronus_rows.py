@@ -23,7 +23,7 @@ from papers.cronus import (
     latency,
     throughput_per_s,
 )
-from papers.rows import Reproduction, Row, Rows, Said, inversions, quiet
+from papers.rows import ProgressReporter, Reproduction, Row, Rows, inversions, quiet
 from potluck.perf.timers.engine_host import DEFAULT_HOST
 
 EASY, BUSY = "easy", "busy"
@@ -70,7 +70,7 @@ class CronusMeasured:
 
 def measure(
     requests: RequestLengthList,
-    said: Said = quiet,
+    report_progress: ProgressReporter = quiet,
     settings: tuple[Setting, ...] = SETTINGS,
     *,
     fitted_only: bool = False,
@@ -80,14 +80,14 @@ def measure(
     plain: dict[str, dict[str, float]] = {}
     old: dict[str, dict[str, float]] = {}
     for setting in settings:
-        said(f"CRONUS, {setting.name}: throughput")
+        report_progress(f"CRONUS, {setting.name}: throughput")
         name = setting.name
         fitted[name] = {item: throughput_per_s(setting, item, requests) for item in APPROACHES}
         if not fitted_only:
             for values, host in ((plain, DEFAULT_HOST), (old, OLD_HOST)):
                 values[name] = {item: throughput_per_s(setting, item, requests, host) for item in APPROACHES}
             serial[name] = throughput_per_s(setting, SERIAL_PP, requests)
-        said(f"CRONUS, {setting.name}: latencies")
+        report_progress(f"CRONUS, {setting.name}: latencies")
         for rate, rate_per_s in rates_per_s(fitted[name]).items():
             for approach in APPROACHES:
                 if fitted[name][approach] > rate_per_s:
@@ -124,14 +124,16 @@ def order_inversions(measured: CronusMeasured, without: str = "", tie: float = 0
     return total
 
 
-def reproduce(requests: RequestLengthList, said: Said = quiet, quick: bool = False) -> Reproduction:
-    measured, some = measure(requests, said), SETTINGS[:1] if quick else SETTINGS
-    said("CRONUS, Table 3 and the predictors")
+def reproduce(
+    requests: RequestLengthList, report_progress: ProgressReporter = quiet, quick: bool = False
+) -> Reproduction:
+    measured, some = measure(requests, report_progress), SETTINGS[:1] if quick else SETTINGS
+    report_progress("CRONUS, Table 3 and the predictors")
     fits, plots = cronus_parts.predictors()
     made = [*cronus_parts.guesses(some, requests), *cronus_parts.table_3(some, requests), *fits]
-    said("CRONUS, its limitation")
+    report_progress("CRONUS, its limitation")
     made += cronus_beyond.limitation(quick)
-    said("CRONUS, curves of Figure 4")
+    report_progress("CRONUS, curves of Figure 4")
     shares = cronus_curves.SHARES[1::2] if quick else cronus_curves.SHARES
     drawn = cronus_curves.curves(some, measured.fitted, requests, shares)
     return Reproduction("CRONUS", (*rows(measured, requests), *made), (*drawn, *plots))

@@ -17,7 +17,7 @@ import numpy as np
 
 from papers import prfaas_case, prfaas_model
 from papers.prfaas_model import Curve, Lengths, Operating, Site, operating, optimum
-from papers.rows import Line, Plot, Reproduction, Row, Rows, Said, quiet
+from papers.rows import Line, Plot, ProgressReporter, Reproduction, Row, Rows, quiet
 from potluck.catalog import models, nodes, prices
 from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import prefill_s
@@ -116,13 +116,15 @@ def fitted_host_s() -> float:
     return bits / KV_GBPS[name][place] - bits / kv_gbps(name)[place]
 
 
-def reproduce(quick: bool, seed: int, said: Said = quiet) -> Reproduction:
-    said("PrfaaS, KV throughput of models")
+def reproduce(quick: bool, seed: int, report_progress: ProgressReporter = quiet) -> Reproduction:
+    report_progress("PrfaaS, KV throughput of models")
     made = [*_kv_rows(), *_egress_rows()]
-    said("PrfaaS, the case study")
+    report_progress("PrfaaS, the case study")
     made += _case_rows(case_study())
     sites = {name: case_site(*counts) for name, counts in prfaas_case.SITES.items()}
-    made += prfaas_case.rows(sites, case_lengths(), case_study(), 150.0 if quick else 1200.0, seed, said)
+    made += prfaas_case.rows(
+        sites, case_lengths(), case_study(), 150.0 if quick else 1200.0, seed, report_progress
+    )
     return Reproduction("PrfaaS", tuple(made), _searches())
 
 

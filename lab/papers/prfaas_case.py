@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from papers.prfaas_model import Curve, Lengths, Operating, Site
-from papers.rows import Row, Rows, Said
+from papers.rows import ProgressReporter, Row, Rows
 from potluck.catalog import models, nodes
 from potluck.core.state.policy import Policy
 from potluck.core.values import plan as plans
@@ -63,7 +63,12 @@ CASES = (
 
 
 def rows(
-    sites: Mapping[str, Site], lengths: Lengths, found: Found, lasts_s: float, seed: int, said: Said
+    sites: Mapping[str, Site],
+    lengths: Lengths,
+    found: Found,
+    lasts_s: float,
+    seed: int,
+    report_progress: ProgressReporter,
 ) -> list[Row]:
     """What the fleets serve when more comes than they can, then how they fare below that."""
     served: dict[str, float] = {}
@@ -72,7 +77,7 @@ def rows(
         f"{OVERLOAD:g} times the requests offered; the paper's have no queues",
     )
     for name, best in found.items():
-        said(f"PrfaaS, simulated: {name}")
+        report_progress(f"PrfaaS, simulated: {name}")
         resolved_plan = fleet(best, sites[name])
         result = simulate(
             resolved_plan, load(lengths, OVERLOAD * best.rate_per_s, lasts_s, seed), _policy(Case(""))
@@ -87,7 +92,7 @@ def rows(
     best = found["PrfaaS-PD"]
     rate = LOAD * best.rate_per_s
     for case in CASES:
-        said(f"PrfaaS, simulated: {case.name}")
+        report_progress(f"PrfaaS, simulated: {case.name}")
         requests = load(lengths, rate, lasts_s, seed, case.cv)
         if case.turns:
             requests = conversations(requests, round(TURN_S * rate))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Said = Callable[[str], None]  # Told what is being run, for a progress line.
+ProgressReporter = Callable[[str], None]  # Called with what runs next.
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     """One setting and few requests: the same way through the code in a second."""
     measure = cronus_rows.measure
 
-    def few(requests: cronus.RequestLengthList, said: object, quick: bool) -> Reproduction:
+    def few(requests: cronus.RequestLengthList, report_progress: object, quick: bool) -> Reproduction:
         asked = requests.first(40)
         return Reproduction("CRONUS", cronus_rows.rows(measure(asked, settings=cronus.SETTINGS[:2]), asked))
 
