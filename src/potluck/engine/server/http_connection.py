@@ -1,13 +1,13 @@
-"""One connection: aiohttp's protocol, with deadlines for heads and readers, and with errors in OpenAI's shape.
+"""Connections to an engine: how many, and how long each may take, around aiohttp's own protocol.
 
-A connection counts as waiting (`api/http.py`) until a request has come whole. aiohttp's own count of
-parsed requests tells when a head is there; `arrived` tells when its body is.
+aiohttp reads and answers requests. `HttpConnection` passes everything on to it and notes when a request begins and
+when it has been answered, which the application's middleware tells. A connection counts as waiting (`api/http.py`)
+until a request is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import socket
@@ -15,11 +15,11 @@ import ssl
 from collections import Counter
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import cast
 
 import aiohttp
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
-from aiohttp.web_protocol import RequestHandler
 
 from potluck.api import http
 from potluck.api.segments import UNSUPPORTED
@@ -27,159 +27,133 @@ from potluck.core.errors import FormatError
 from potluck.engine.loop.jobs import JobEnded
 from potluck.engine.loop.loop_thread import LoopStopped
 
-HEAD_BYTES = 65_536  # Of one request's line and headers.
-MOST_HEADERS = 100
-LINGER_S = 5.0  # How long the rest of a refused body is read, so that the client sees the answer.
-
-NEVER_S = 1e6  # aiohttp's own timer for idle connections, which says nothing to anybody, is not used.
+Connections = dict[asyncio.BaseProtocol, "HttpConnection"]
+CONNECTIONS: web.AppKey[Connections] = web.AppKey("connections")
+"""Connections by aiohttp's protocol, which is what a request refers to."""
 
 
-def arrived(request: web.Request) -> None:
-    if isinstance(request.protocol, HttpConnection):
-        request.protocol.works()
+def connection_of(request: web.Request) -> HttpConnection | None:
+    """None where the application is served without a listener."""
+    return request.app[CONNECTIONS].get(request.protocol)
 
 
-class HttpConnection(RequestHandler):
-    # fmt: off
-    __slots__ = ("_answered", "_began_s", "_head_bytes", "_limits", "_listener", "_since_s", "_stalled_s",
-                 "_unread_bytes", "_wire")
-    # fmt: on
+def request_complete(request: web.Request) -> None:
+    connection = connection_of(request)
+    if connection is not None:
+        connection.request_complete()
 
-    def __init__(self, listener: EngineListener, server: web.Server, limits: RequestLimits) -> None:
-        super().__init__(
-            server,
-            loop=asyncio.get_running_loop(),
-            access_log=None,  # type: ignore[arg-type]  # none is what AppRunner takes for none
-            logger=listener.log,
-            keepalive_timeout=NEVER_S,
-            lingering_time=LINGER_S,
-            max_headers=MOST_HEADERS,
-        )
-        self._listener, self._limits = listener, limits
-        self._wire: asyncio.Transport | None = None  # As `transport`, but until it is closed in truth.
+
+class HttpConnection(asyncio.Protocol):
+    __slots__ = (
+        "_began_s", "_busy", "_fresh", "_http", "_listener", "_loop", "_since_s", "_stalled_s", "_transport",
+        "_unread_bytes",
+    )  # fmt: skip
+
+    def __init__(self, listener: EngineListener) -> None:
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._http: web.RequestHandler | None = None
+        """aiohttp's protocol of this connection; None while there is no room for it."""
+        self._busy, self._fresh = False, True
         self._since_s = self._loop.time()  # Since it was made, or since the latest answer.
-        self._began_s: float | None = None  # When the first byte of the head came that is not whole yet.
+        self._began_s: float | None = None  # When the first byte of an incomplete head arrived.
         self._stalled_s: float | None = None
-        """Since when the client has read nothing of what is there for it."""
+        """Since when the client has read nothing of what is written for it."""
         self._unread_bytes = 0
-        self._head_bytes = 0
-        self._answered = 0
 
-    # What asyncio tells.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._wire = transport
-        super().connection_made(transport)
-        if self._force_close:  # It had to give way before it was in.
-            transport.abort()
+        self._transport = cast(asyncio.Transport, transport)
+        listener, peer = self._listener, transport.get_extra_info("peername")
+        if not listener.admit(self, str(peer[0]) if peer else ""):
+            self._transport.write(_canned(503, "too many requests are under way; try again", "overloaded"))
+            self._transport.close()
+            return
+        self._http = listener.server()
+        listener.connections[self._http] = self
+        self._http.connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._listener.crowd.left(self)
-        super().connection_lost(exc)
-        self._wire = None
+        if self._http is not None:
+            self._listener.connections.pop(self._http, None)
+            self._http.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        before = self._request_count
-        super().data_received(data)
-        if self._request_count > before:
-            self._began_s, self._head_bytes = None, 0
-        elif data and self._request_count == self._answered:
-            if self._began_s is None:
+        if self._http is not None:
+            if self._began_s is None and not self._busy:
                 self._began_s = self._loop.time()
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES:
-                self._listener.drop("large")
-                self.send_away(431, f"the head is larger than {HEAD_BYTES} bytes")
+            self._http.data_received(data)
 
-    # What aiohttp tells.
+    def eof_received(self) -> None:
+        if self._http is not None:
+            self._http.eof_received()
 
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        try:
-            return await super().finish_response(request, resp, start_time)
-        finally:
-            self._answered += 1
-            self._since_s = self._loop.time()
-            self._listener.crowd.waits(self)
+    def pause_writing(self) -> None:
+        if self._http is not None:
+            self._http.pause_writing()
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """What was not HTTP, in the shape that all errors have here."""
-        made = super().handle_error(request, status, exc, message)
-        line = "internal error; the engine's log says more"
-        if status < 500:
-            line = f"the request cannot be read as HTTP ({(message or 'unknown').splitlines()[0][:120]})"
-        answer = web.Response(
-            status=made.status,
-            text=json.dumps(http.error_object(status, line)),
-            content_type="application/json",
-            headers={http.HEADER: http.request_id(None)},
-        )
-        answer.force_close()
-        return answer
+    def resume_writing(self) -> None:
+        if self._http is not None:
+            self._http.resume_writing()
 
-    # What the listener asks.
+    # Called by the middleware.
 
-    def works(self) -> None:
+    def head_complete(self) -> None:
+        self._busy, self._fresh, self._began_s = True, False, None
+
+    def request_complete(self) -> None:
         self._listener.crowd.works(self)
 
-    def overdue(self, now_s: float) -> str:
-        limits = self._limits
-        self._look(now_s)
-        if self._stalled_s is not None and now_s - self._stalled_s > limits.stalled_s:
-            return "stalled"
-        if self._request_count > self._answered or self._wire is None or self._wire.is_closing():
-            return ""  # What is being read or answered has deadlines of its own.
-        if self._began_s is not None or not self._answered:
-            began_s = self._since_s if self._began_s is None else self._began_s
-            return "late" if now_s - began_s > limits.head_s else ""
-        return "idle" if now_s - self._since_s > limits.idle_s else ""
+    def answered(self) -> None:
+        self._busy = False
+        self._since_s = self._loop.time()
+        self._listener.crowd.waits(self)
 
-    def _look(self, now_s: float) -> None:
-        if self._wire is None:
-            return
-        unread_bytes = self._wire.get_write_buffer_size()
+    # Called by the listener.
+
+    def overdue(self, now_s: float) -> str:
+        """The reason to end the connection now, or nothing."""
+        limits = self._listener.limits
+        unread_bytes = self._transport.get_write_buffer_size()
         if not unread_bytes:
             self._stalled_s = None
         elif self._stalled_s is None or unread_bytes < self._unread_bytes:
             self._stalled_s = now_s
         self._unread_bytes = unread_bytes
+        if self._stalled_s is not None and now_s - self._stalled_s > limits.stalled_s:
+            return "stalled"
+        if self._busy or self._transport.is_closing():
+            return ""  # A request that is read or answered has deadlines of its own.
+        if self._began_s is not None or self._fresh:
+            began_s = self._since_s if self._began_s is None else self._began_s
+            return "late" if now_s - began_s > limits.head_s else ""
+        return "idle" if now_s - self._since_s > limits.idle_s else ""
 
     def end(self, why: str) -> None:
-        if why == "late":
-            self.send_away(408, f"the request's head did not come within {self._limits.head_s:g} s")
-        elif self._wire is not None and why == "stalled":
-            self._wire.abort()
+        if why == "stalled":
+            self._transport.abort()
+        elif why == "late":
+            self.refuse(408, f"the request's head did not come within {self._listener.limits.head_s:g} s")
         else:
-            self.force_close()
+            self._transport.close()
 
-    def send_away(self, status: int, line: str, code: str | None = None) -> None:
-        """End it; who has begun a request is told why, and whose answer has begun is cut off."""
-        if self._wire is None:  # It is only just coming in.
-            self._force_close = True
+    def refuse(self, status: int, line: str, code: str | None = None) -> None:
+        """End the connection: with an answer if a head has begun, at once if a request is read or answered."""
+        if self._busy:
+            self._transport.abort()
             return
-        if self._request_count > self._answered:
-            self._wire.abort()
-            return
-        if self._began_s is not None and not self._wire.is_closing():
-            self._wire.write(self.canned(status, line, code))
-        self.force_close()
+        if self._began_s is not None and not self._transport.is_closing():
+            self._transport.write(_canned(status, line, code))
+        self._transport.close()
 
-    @staticmethod
-    def canned(status: int, line: str, code: str | None = None) -> bytes:
-        body = json.dumps(http.error_object(status, line, code=code)).encode()
-        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
-        head += (
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n{http.HEADER}: {http.request_id(None)}\r\n"
-        )
-        return (head + ("Retry-After: 1\r\n" if status == 503 else "") + "\r\n").encode() + body
+
+def _canned(status: int, line: str, code: str | None = None) -> bytes:
+    body = json.dumps(http.error_object(status, line, code=code)).encode()
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\nConnection: close\r\n{http.HEADER}: {http.request_id(None)}\r\n"
+    return (head + ("Retry-After: 1\r\n" if status == 503 else "") + "\r\n").encode() + body
 
 
 class Uploads:
@@ -222,7 +196,7 @@ async def read_body(request: web.Request) -> bytes:
         raise http.HttpRefusal(408, f"the body did not come within {BODY_S:g} s") from None
     except web.RequestPayloadError as error:
         raise FormatError("body", "cannot be decoded as its headers say") from error
-    arrived(request)
+    request_complete(request)
     return raw
 
 
@@ -311,139 +285,112 @@ class RequestLimits:
     """How long a cache waits for whoever fetches it."""
 
 
-ACCEPTED_AT_ONCE = 64
 BACKLOG = 512
 SHARE_OF_FILES = 0.75
-"""Of the file descriptors that a process may have; the others are for caches on the move, workers and files."""
+"""Of the file descriptors that a process may have; the others are for KV transfers, workers and files."""
 WATCH_S = 1.0
-REST_S = 0.1  # Until the next try, when there was no file descriptor left to accept with.
-LOG_S = 60.0  # Dropped connections are told of at most this often.
+LOG_S = 60.0  # The least time between two lines about dropped connections.
+
+HEADERS_MAX = 100
+LINGER_S = 5.0  # How long the rest of a refused body is read, so that the client sees the answer.
+NO_KEEPALIVE_TIMER_S = 1e6  # `HttpConnection` watches idle connections and counts those that it ends.
 
 
-def _our_fault(record: logging.LogRecord) -> bool:
-    """What a client does wrong is the client's to know, not a traceback in the engine's log."""
+def _is_own_fault(record: logging.LogRecord) -> bool:
+    """Invalid requests get an answer, not a traceback in the engine's log."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 
 
 server_log = logging.getLogger("potluck.engine.http")
-server_log.addFilter(_our_fault)
+server_log.addFilter(_is_own_fault)
+
+
+def app_runner(app: web.Application, shutdown_s: float) -> web.AppRunner:
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        logger=server_log,
+        shutdown_timeout=shutdown_s,
+        keepalive_timeout=NO_KEEPALIVE_TIMER_S,
+        lingering_time=LINGER_S,
+        max_headers=HEADERS_MAX,
+    )
 
 
 class EngineListener:
-    """Accepts connections, no more than there is room for (`api/http.py` says who gives way), and watches each: for
-    heads that do not come, for clients that stop reading, for idle ones. aiohttp alone would wait for ever, and take
-    as many as there are file descriptors."""
+    """Accepts connections up to a limit (`api/http.py` says which one is closed for a new one).
+
+    Ends those that take too long: with incomplete heads, with clients that stop reading, and idle ones. aiohttp has
+    no such limits.
+    """
 
     def __init__(
-        self,
-        sockets: list[socket.socket],
-        server: web.Server,
-        limits: RequestLimits,
-        dropped: Counter[str],
-        tls: ssl.SSLContext | None = None,
+        self, server: web.Server, connections: Connections, limits: RequestLimits, dropped: Counter[str]
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.log = server_log
-        self._sockets, self._server, self._limits, self._dropped = sockets, server, limits, dropped
-        self._tls = tls
+        self.server, self.connections, self.limits = server, connections, limits
+        self._dropped = dropped
         self.crowd: http.ConnectionLimits[HttpConnection] = http.ConnectionLimits(
             min(limits.connections, http.open_files() * SHARE_OF_FILES)
         )
-        self._coming: set[asyncio.Task[None]] = set()
-        self._told: Counter[str] = Counter()
-        self._told_s = -LOG_S
-        self._watching = self._loop.call_later(WATCH_S, self._watch)
-        self._accepting = {item: self._loop.create_task(self._accept(item)) for item in sockets}
+        self._logged: Counter[str] = Counter()
+        self._logged_s = -LOG_S
+        self._servers: list[asyncio.Server] = []
+        self._watching: asyncio.TimerHandle | None = None
 
-    async def close(self) -> None:
-        """Accept nobody any more; those who are here are the server's."""
-        self._watching.cancel()
-        self._tell()
-        tasks = (*self._accepting.values(), *self._coming)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for item in self._sockets:
-            item.close()
+    async def listen(self, sockets: list[socket.socket], tls: ssl.SSLContext | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        handshake_s = None if tls is None else self.limits.head_s
+        for item in sockets:
+            server = await loop.create_server(
+                lambda: HttpConnection(self),
+                sock=item,
+                ssl=tls,
+                backlog=BACKLOG,
+                ssl_handshake_timeout=handshake_s,
+            )
+            self._servers.append(server)
+        self._watching = loop.call_later(WATCH_S, self._watch)
 
-    def drop(self, why: str) -> None:
-        self._dropped[why] += 1
+    def close(self) -> None:
+        """Accept no more connections; aiohttp ends those that are open."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._log_dropped()
+        for server in self._servers:
+            server.close()
 
-    def _tell(self) -> None:
-        now_s = self._loop.time()
-        if self._dropped != self._told and now_s - self._told_s >= LOG_S:
-            shown = ", ".join(f"{count} {why}" for why, count in sorted(self._dropped.items()))
-            log.warning("connections dropped so far: %s; %d are open", shown, len(self.crowd))
-            self._told, self._told_s = Counter(self._dropped), now_s
-
-    async def _accept(self, listening: socket.socket) -> None:
-        listening.setblocking(False)
-        for number in itertools.count():
-            if number % ACCEPTED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            try:
-                connection, address = await self._loop.sock_accept(listening)
-            except ConnectionAbortedError:
-                continue
-            except (
-                OSError
-            ):  # No file descriptor is left, or no memory; asking again at once would be in vain.
-                self.drop("no_files")
-                self._make_room()
-                await asyncio.sleep(REST_S)
-                continue
-            if self.crowd.full and not self._make_room():
-                self.drop("full")
-                _turn_away(connection)
-                continue
-            visit = HttpConnection(self, self._server, self._limits)
-            self.crowd.came(visit, str(address[0]))
-            task = self._loop.create_task(self._welcome(visit, connection))
-            self._coming.add(task)
-            task.add_done_callback(self._coming.discard)
+    def admit(self, connection: HttpConnection, peer: str) -> bool:
+        if self.crowd.full and not self._make_room():
+            self._dropped["full"] += 1
+            return False
+        self.crowd.came(connection, peer)
+        return True
 
     def _make_room(self) -> bool:
         connection = self.crowd.oldest()
         if connection is None:
             return False
         self.crowd.left(connection)
-        self.drop("crowded_out")
-        connection.send_away(503, "too many connections; try again", "overloaded")
+        self._dropped["crowded_out"] += 1
+        connection.refuse(503, "too many connections; try again", "overloaded")
         return True
 
-    async def _welcome(self, visit: HttpConnection, connection: socket.socket) -> None:
-        try:
-            late_s = None if self._tls is None else self._limits.head_s
-            await self._loop.connect_accepted_socket(
-                lambda: visit, connection, ssl=self._tls, ssl_handshake_timeout=late_s
-            )
-        except (OSError, asyncio.CancelledError):  # It has left already, or we have.
-            self.crowd.left(visit)
-            connection.close()
-
     def _watch(self) -> None:
-        self._watching = self._loop.call_later(WATCH_S, self._watch)
-        now_s = self._loop.time()
+        loop = asyncio.get_running_loop()
+        self._watching = loop.call_later(WATCH_S, self._watch)
+        now_s = loop.time()
         for connection in self.crowd:
             why = connection.overdue(now_s)
             if why:
-                self.drop(why)
+                self._dropped[why] += 1
                 connection.end(why)
-        for item, task in self._accepting.items():
-            if task.done():  # A fault of ours; an engine that nobody can reach would be worse.
-                log.error("accepting failed", exc_info=task.exception())
-                self._accepting[item] = self._loop.create_task(self._accept(item))
-        self._tell()
+        self._log_dropped()
 
-
-def _turn_away(connection: socket.socket) -> None:
-    connection.setblocking(False)
-    try:
-        connection.send(
-            HttpConnection.canned(503, "too many requests are under way; try again", "overloaded")
-        )
-    except OSError:
-        return  # It has left.
-    finally:
-        connection.close()
+    def _log_dropped(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._dropped != self._logged and now_s - self._logged_s >= LOG_S:
+            shown = ", ".join(f"{count} {why}" for why, count in sorted(self._dropped.items()))
+            log.warning("connections dropped so far: %s; %d are open", shown, len(self.crowd))
+            self._logged, self._logged_s = Counter(self._dropped), now_s
