@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import repeat
@@ -20,6 +18,7 @@ from click import argument, option
 from potluck.cli.common import render
 from potluck.cli.common.render import missed
 from potluck.cli.fleet.service import running_url
+from potluck.control.http_client import HttpClient
 from potluck.core import figures
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo
@@ -135,24 +134,25 @@ def _keep(result: LoadResult, slo: Slo | None, as_json: bool) -> None:
 
 def _model(url: str, model: str | None, key: str) -> str:
     base = url.rstrip("/").removesuffix("/v1")
-    asked = urllib.request.Request(f"{base}/v1/models")
-    if key:
-        asked.add_header("Authorization", f"Bearer {key}")
+
+    def no_server(error: Exception) -> InputError:
+        return InputError("URL", f"no OpenAI server answers at {base} ({' '.join(str(error).split())[:200]})")
+
     try:
-        with urllib.request.urlopen(asked, timeout=MODELS_TIMEOUT_S) as answer:
-            names = [str(item["id"]) for item in json.load(answer)["data"]]
-    except urllib.error.HTTPError as error:
-        if model is not None and error.code in (404, 405):
-            return model
-        if error.code == 401:
-            wrong = f"{base} does not take this one" if key else f"{base} asks for one"
-            raise InputError(
-                "--key", f"{wrong} (or ${KEY_VARIABLE}); `potluck keys add NAME` makes one"
-            ) from error
-        raise InputError("URL", f"{base}/v1/models was answered with {error.code} {error.reason}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = " ".join(str(getattr(error, "reason", error)).split())[:200]
-        raise InputError("URL", f"no OpenAI server answers at {base} ({why})") from error
+        client = HttpClient(base, lambda: key, None, no_server)
+        with client.call("GET", "/v1/models", MODELS_TIMEOUT_S) as answer:
+            status, reason, data = answer.status, answer.reason, answer.read()
+        if status == 200:
+            names = [str(item["id"]) for item in json.loads(data)["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise no_server(error) from error
+    if status in (404, 405) and model is not None:
+        return model
+    if status == 401:
+        wrong = f"{base} does not take this one" if key else f"{base} asks for one"
+        raise InputError("--key", f"{wrong} (or ${KEY_VARIABLE}); `potluck keys add NAME` makes one")
+    if status != 200:
+        raise InputError("URL", f"{base}/v1/models was answered with {status} {reason}")
     if not names:
         raise InputError("--model", f"{base} serves none at present")
     if model is not None and model not in names:

@@ -1,4 +1,4 @@
-"""HTTP as the controller asks others: the standard library's client, a connection per call."""
+"""The blocking HTTP client of controller and commands: the standard library's, one connection per call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def connection_to(url: str, timeout_s: float, tls: ssl.SSLContext | None = None)
 
 
 class HttpClient:
-    """One server. `key` is asked for at every call; `away` makes the error for a server that does not answer."""
+    """Calls one server, whose URL may end with a path.
+
+    `key` returns the API key for each call; `away` makes the error for a server that does not answer.
+    """
 
     def __init__(
         self,
@@ -40,8 +43,9 @@ class HttpClient:
         if key := self._key():
             headers["Authorization"] = f"Bearer {key}"
         connection = connection_to(self.url, timeout_s, self._tls)
+        target = urlsplit(self.url).path + path
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            connection.request(method, target, None if body is None else json.dumps(body), headers)
             yield connection.getresponse()
         except NO_ANSWER as error:
             raise self._away(error) from error

@@ -6,8 +6,6 @@ import json
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
+from potluck.control.http_client import HttpClient
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
 if TYPE_CHECKING:
@@ -86,22 +85,19 @@ class FirstAnswer:
 
 
 def ask(url: str, model: str, key: str = "") -> FirstAnswer:
-    data = json.dumps(body_of(model)).encode()
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
+    client = HttpClient(
+        url, lambda: key, None, lambda error: CapacityError(f"{url} did not answer ({error})")
+    )
     began_s, first_s, text = time.monotonic(), 0.0, ""
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            for line in answer:
-                piece = _piece(line)
-                if piece and not text:
-                    first_s = time.monotonic() - began_s
-                text += piece
-    except urllib.error.HTTPError as error:
-        message = " ".join(error.read(500).decode("utf-8", "replace").split())
-        raise CapacityError(f"{model} answered with {error.code}: {message}") from error
-    except OSError as error:
-        raise CapacityError(f"{url} did not answer ({error})") from error
+    with client.call("POST", "/v1/chat/completions", ANSWER_S, body_of(model)) as answer:
+        if answer.status != 200:
+            message = " ".join(answer.read(500).decode("utf-8", "replace").split())
+            raise CapacityError(f"{model} answered with {answer.status}: {message}")
+        for line in answer:
+            piece = _piece(line)
+            if piece and not text:
+                first_s = time.monotonic() - began_s
+            text += piece
     if not text:
         raise CapacityError(f"{model} answered with no text; `potluck logs gateway` may say why")
     return FirstAnswer(model, text, first_s, time.monotonic() - began_s)
