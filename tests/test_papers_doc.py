@@ -34,6 +34,9 @@ def test_every_paper_mechanism_names_existing_files(page: Path) -> None:
     assert result
     for mechanism, where, printed, switch in result:
         assert printed, mechanism
+        if where == "not implemented":
+            assert not switch, mechanism
+            continue
         assert switch, mechanism
         places = re.findall(r"`([^`]+)`", where)
         assert places, mechanism

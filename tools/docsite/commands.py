@@ -9,14 +9,7 @@ from collections.abc import Iterator
 import click
 
 from potluck.cli.common.render import MEANINGS
-from potluck.cli.main import COMMANDS, cli
-
-ROOMS = {
-    "Planning": ("planning",),
-    "Simulating": ("simulating",),
-    "Serving": ("up", "fleet", "engine", "bench", "serve"),
-}
-"""Parts of the reference, and the places in `cli/` that their commands are in."""
+from potluck.cli.main import COMMANDS, SECTIONS, cli
 
 
 def tree() -> Iterator[tuple[tuple[str, ...], click.Command, click.Context]]:
@@ -51,14 +44,11 @@ def pages() -> dict[str, str]:
 
 
 def _index() -> str:
-    intro = "Made of the commands when the site is built; `--help` says the same."
+    intro = "Generated from the commands when the site is built; `--help` prints the same."
     lines = ["# Command reference", "", intro, ""]
-    for title, places in ROOMS.items():
-        lines += [f"## {title}", "", "| command | what it does |", "|---|---|"]
-        for name, (place, line) in COMMANDS.items():
-            if place.replace("potluck.", ".").split(".")[1].split(":")[0] in places:
-                lines.append(f"| [`potluck {name}`]({name}.md) | {line} |")
-        lines.append("")
+    for title, section in SECTIONS.items():
+        rows = [f"| [`potluck {name}`]({name}.md) | {line} |" for name, (_, line) in section.items()]
+        lines += [f"## {title}", "", "| command | what it does |", "|---|---|", *rows, ""]
     lines += _exit_codes()
     lines += ["```{toctree}", ":hidden:", "", *COMMANDS, "```", ""]
     return "\n".join(lines)
