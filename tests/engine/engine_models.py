@@ -66,13 +66,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [chance.randrange(VOCAB) for _ in range(length)]
 
 
-def opened(engine: Runner, tokens: int) -> int:
+def open_row(engine: Runner, tokens: int) -> int:
     row = engine.tables.open()
     engine.tables.grow(row, tokens)
     return row
 
 
-def run(engine: Runner, row: int, tokens: Sequence[int], sizes: Iterable[int]) -> Tensor:
+def logits_of(engine: Runner, row: int, tokens: Sequence[int], sizes: Iterable[int]) -> Tensor:
     """Logits of all tokens, computed behind what the row holds, in chunks of the given sizes."""
     result, first, start = [], 0, engine.tables.lengths[row]
     for size in sizes:
@@ -84,7 +84,7 @@ def run(engine: Runner, row: int, tokens: Sequence[int], sizes: Iterable[int]) -
     return torch.cat(result)
 
 
-def greedy(engine: Runner, row: int, logits: Tensor, count: int) -> list[int]:
+def greedy_tokens(engine: Runner, row: int, logits: Tensor, count: int) -> list[int]:
     """Tokens that follow, the likeliest each time."""
     result = [int(logits[-1].argmax())]
     for _ in range(count - 1):
@@ -97,7 +97,7 @@ def greedy(engine: Runner, row: int, logits: Tensor, count: int) -> list[int]:
 EXACT = exactness(torch.device("cpu"), torch.float32, latent=True).holds  # What an engine would say here.
 
 
-def same(one: Tensor, two: Tensor) -> bool:
+def equal_logits(one: Tensor, two: Tensor) -> bool:
     """Bit for bit where the machine's matrix library allows it, else up to rounding."""
     if EXACT:
         return torch.equal(one, two)

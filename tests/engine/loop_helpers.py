@@ -18,7 +18,7 @@ from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 
-__all__ = ["KINDS", "VOCAB", "LoopHarness", "alone", "harness", "prompt"]
+__all__ = ["KINDS", "VOCAB", "LoopHarness", "harness", "prompt", "reference_answer"]
 
 
 class LoopHarness:
@@ -102,12 +102,12 @@ def manifest(engine: LoopHarness, key: int, tokens: Sequence[int], stop: int) ->
 
 
 @cache
-def alone(kind: str, length: int, output: int, seed: int = 0) -> list[int]:
+def reference_answer(kind: str, length: int, output: int, seed: int = 0) -> list[int]:
     """What a prompt is answered with where nothing else runs, the same for all who ask."""
     return harness(kind).answer(prompt(length, seed), output)
 
 
-def carry(
+def transfer_kv(
     sender: LoopHarness,
     source: int,
     receiver: LoopHarness,

@@ -29,7 +29,7 @@ TRIAL = KvSettings(fleet=(("127.0.0.1", ANY_PORT),))  # Caches may come from any
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
 
 
-def letters() -> ModelTokenizer:
+def letter_tokenizer() -> ModelTokenizer:
     """Token n is the n-th letter."""
     vocab = {letter: place for place, letter in enumerate(LETTERS[:VOCAB])}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
@@ -37,7 +37,7 @@ def letters() -> ModelTokenizer:
     return ModelTokenizer(tokenizer)
 
 
-def spell(tokens: list[int] | tuple[int, ...]) -> str:
+def letters_of(tokens: list[int] | tuple[int, ...]) -> str:
     return "".join(LETTERS[token] for token in tokens)
 
 
@@ -54,7 +54,7 @@ def make_service(
     config = KINDS[kind]
     model: Model = config.model
     executor = local_executor(config, RandomSource(7), settings.size(model), "cpu")
-    words = letters() if text else None
+    words = letter_tokenizer() if text else None
     return service_of(executor, settings, name=NAME, tokenizer=words, limits=limits, kv=kv)
 
 
@@ -102,7 +102,7 @@ class Client:
 
 
 @asynccontextmanager
-async def face(service: EngineService, key: str | None = None) -> AsyncIterator[Client]:
+async def engine_client(service: EngineService, key: str | None = None) -> AsyncIterator[Client]:
     opened = await open_server(service, "127.0.0.1", 0, api_key=key)
     async with ClientSession(timeout=ClientTimeout(total=60)) as session:
         client = Client(service, session, opened.address, key)
@@ -113,7 +113,7 @@ async def face(service: EngineService, key: str | None = None) -> AsyncIterator[
             await opened.close()
 
 
-def played(resolved: Callable[[], Awaitable[None]]) -> None:
+def run_async(resolved: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(resolved())  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import FANCY, KINDS, opened, prompt, run
+from engine_models import FANCY, KINDS, logits_of, open_row, prompt
 from hugging_face_models import load, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,26 +36,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(folder: Path) -> Runner:
+def load_runner(folder: Path) -> Runner:
     return Runner(read_config(folder), SafetensorsSource(folder), SIZE)
 
 
-def one_line(folder: Path, *words: str) -> None:
+def assert_one_line_error(folder: Path, *words: str) -> None:
     with pytest.raises(PotluckError) as caught:
-        start(folder)
+        load_runner(folder)
     text = str(caught.value)
     assert "\n" not in text
     assert all(word in text for word in words), text
 
 
 def test_checkpoint_folder_runs_like_the_tensors_it_was_saved_from(folder: Path) -> None:
-    engine = start(folder)
+    engine = load_runner(folder)
     memory = Runner(KINDS["hybrid"], RandomSource(1), SIZE)
     tokens = prompt(40)
-    one, two = (run(item, opened(item, 40), tokens, [40]) for item in (engine, memory))
+    one, two = (logits_of(item, open_row(item, 40), tokens, [40]) for item in (engine, memory))
     assert torch.equal(one, two)
     assert engine.fingerprint != memory.fingerprint  # of a file and of a seed; each is stable
-    assert engine.fingerprint == start(folder).fingerprint
+    assert engine.fingerprint == load_runner(folder).fingerprint
 
 
 @settings(max_examples=25)
@@ -67,7 +67,7 @@ def test_truncated_weight_file_is_refused_in_one_line(
     shutil.copy(folder / "config.json", copy)
     whole = (folder / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
-    one_line(copy, "model.safetensors")
+    assert_one_line_error(copy, "model.safetensors")
 
 
 @settings(max_examples=25)
@@ -81,7 +81,7 @@ def test_damaged_weight_header_is_refused_in_one_line_or_harmless(
     content[place : place + len(noise)] = noise
     (copy / "model.safetensors").write_bytes(content)
     try:
-        start(copy)
+        load_runner(copy)
     except PotluckError as error:
         text = str(error)
     else:
@@ -102,10 +102,16 @@ def edited(folder: Path, copy: Path, edit: dict[str, torch.Tensor | None]) -> Pa
 
 def test_missing_misshapen_and_non_finite_tensors_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
-    one_line(edited(folder, tmp_path / "a", {name: None}), name, "no tensor")
-    one_line(edited(folder, tmp_path / "b", {name: torch.zeros(3, 4)}), name, "[3, 4]", "[64, 64]")
-    one_line(edited(folder, tmp_path / "c", {name: torch.full((64, 64), torch.inf)}), name, "not finite")
-    one_line(edited(folder, tmp_path / "d", {name: torch.zeros(64, 64, dtype=torch.int8)}), name, "int8")
+    assert_one_line_error(edited(folder, tmp_path / "a", {name: None}), name, "no tensor")
+    assert_one_line_error(
+        edited(folder, tmp_path / "b", {name: torch.zeros(3, 4)}), name, "[3, 4]", "[64, 64]"
+    )
+    assert_one_line_error(
+        edited(folder, tmp_path / "c", {name: torch.full((64, 64), torch.inf)}), name, "not finite"
+    )
+    assert_one_line_error(
+        edited(folder, tmp_path / "d", {name: torch.zeros(64, 64, dtype=torch.int8)}), name, "int8"
+    )
 
 
 def test_weights_in_several_files_with_an_index_are_read(folder: Path, tmp_path: Path) -> None:
@@ -118,10 +124,13 @@ def test_weights_in_several_files_with_an_index_are_read(folder: Path, tmp_path:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": files}))
     tokens = prompt(30)
-    one, two = (run(item, opened(item, 30), tokens, [30]) for item in (start(tmp_path), start(folder)))
+    one, two = (
+        logits_of(item, open_row(item, 30), tokens, [30])
+        for item in (load_runner(tmp_path), load_runner(folder))
+    )
     assert torch.equal(one, two)
     (tmp_path / "part-1.safetensors").rename(tmp_path / "gone")
-    one_line(tmp_path, "part-1.safetensors", "is missing")
+    assert_one_line_error(tmp_path, "part-1.safetensors", "is missing")
     for bad in (
         "[]",
         "{",
@@ -130,7 +139,7 @@ def test_weights_in_several_files_with_an_index_are_read(folder: Path, tmp_path:
         '{"weight_map": {"a": 1}}',
     ):
         index.write_text(bad)
-        one_line(tmp_path, "index.json")
+        assert_one_line_error(tmp_path, "index.json")
 
 
 def test_fingerprints_differ_between_weights_and_models(tmp_path: Path) -> None:
@@ -159,11 +168,11 @@ def test_fingerprints_differ_between_weights_and_models(tmp_path: Path) -> None:
 )
 def test_invalid_config_json_is_refused_in_one_line(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    one_line(tmp_path, word)
+    assert_one_line_error(tmp_path, word)
 
 
 def test_folder_without_model_files_is_refused_in_one_line(tmp_path: Path) -> None:
-    one_line(tmp_path, "config.json")
+    assert_one_line_error(tmp_path, "config.json")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="safetensors"):
         SafetensorsSource(tmp_path)
@@ -234,7 +243,7 @@ def tiles(shape: torch.Size, way: str) -> tuple[int, int]:
     return {"tensor": (shape[0], shape[1]), "row": (1, shape[1]), "block": (24, 20)}[way]
 
 
-def pressed(weight: Tensor, way: str) -> tuple[Tensor, Tensor, Tensor]:
+def quantized(weight: Tensor, way: str) -> tuple[Tensor, Tensor, Tensor]:
     """8-bit floats, their scales, and what both stand for."""
     high, wide = tiles(weight.shape, way)
     scales = torch.stack(
@@ -248,13 +257,13 @@ def pressed(weight: Tensor, way: str) -> tuple[Tensor, Tensor, Tensor]:
     return small, scales, small.float() * spread
 
 
-def press(folder: Path, small: Path, plain: Path, way: str, suffix: str) -> None:
+def write_quantized(folder: Path, small: Path, plain: Path, way: str, suffix: str) -> None:
     """Two directories: one with 8-bit floats, and one with the numbers that they stand for."""
     tensors = load_file(folder / "model.safetensors")
     kept, meant = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight"):
-            kept[name], scale, meant[name] = pressed(tensor, way)
+            kept[name], scale, meant[name] = quantized(tensor, way)
             kept[name + suffix] = scale.reshape(()) if way == "tensor" else scale
     for target, content in ((small, kept), (plain, meant)):
         target.mkdir()
@@ -281,14 +290,14 @@ def test_fp8_weights_run_like_their_dequantized_values(
 ) -> None:
     make(family, tmp_path / "whole")
     small, plain = tmp_path / "small", tmp_path / "plain"
-    press(tmp_path / "whole", small, plain, way, suffix)
+    write_quantized(tmp_path / "whole", small, plain, way, suffix)
     if scheme is None:
         (small / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
     else:
         configure(small, quantization_config=scheme)
     (_, one), (_, two) = load(small), load(plain)
     tokens = [token % 96 for token in prompt(20)]
-    result, expected = (run(item, opened(item, 20), tokens, [20]) for item in (one, two))
+    result, expected = (logits_of(item, open_row(item, 20), tokens, [20]) for item in (one, two))
     assert torch.equal(result, expected)
     assert read_model(small).weight_bits == 8
     assert read_model(small).kv_bits == (8 if scheme is None else 32)
@@ -307,7 +316,7 @@ def test_fp8_weights_run_like_their_dequantized_values(
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(["tensor", "row", "block"]), st.booleans())
 def test_fp8_scales_of_every_shape_are_applied(rows: int, columns: int, way: str, flat: bool) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) + 0.01
-    small, scales, meant = pressed(weight, way)
+    small, scales, meant = quantized(weight, way)
     block = (24, 20) if way == "block" else None
     if flat and way == "row":
         scales = scales.reshape(-1)

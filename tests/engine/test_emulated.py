@@ -52,7 +52,7 @@ class FakeTime:
         self.now_s += seconds + self.over_s
 
 
-class Fixed:
+class SecondPerToken:
     """A timer: a second for each new token."""
 
     confidence: Confidence = "assumed"
@@ -82,7 +82,7 @@ def test_emulated_steps_last_as_predicted_without_accumulating_error(
     tokens: list[int], work_share: float, over_s: float, speed_up: float
 ) -> None:
     fake = FakeTime(over_s)
-    pacer = StepPacer(Fixed(), speed_up, fake.clock, fake.sleep, host_s=0.1)
+    pacer = StepPacer(SecondPerToken(), speed_up, fake.clock, fake.sleep, host_s=0.1)
     ends = run(pacer, fake, tokens, work_share / speed_up, gap_s=0.1 / speed_up * 0.9)
     due = 100.0 + np.cumsum(tokens) / speed_up
     assert pacer.late_steps == 0
@@ -93,13 +93,13 @@ def test_emulated_steps_last_as_predicted_without_accumulating_error(
 
 def test_idle_time_between_emulated_steps_is_not_recovered() -> None:
     fake = FakeTime()
-    pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.1)
+    pacer = StepPacer(SecondPerToken(), 1.0, fake.clock, fake.sleep, host_s=0.1)
     assert run(pacer, fake, [1, 1], 0.2, gap_s=5.0) == [101.0, pytest.approx(107.0)]
 
 
 def test_late_emulated_steps_are_counted_without_sleeping() -> None:
     fake = FakeTime()
-    pacer = StepPacer(Fixed(), 4.0, fake.clock, fake.sleep)
+    pacer = StepPacer(SecondPerToken(), 4.0, fake.clock, fake.sleep)
     run(pacer, fake, [1, 8, 1], work_s=0.5, gap_s=0.0)
     assert fake.now_s == 100.0 + 0.25 + 2.0 + 0.5, "the second step makes up for the first, the third cannot"
     assert (pacer.steps, pacer.late_steps) == (3, 2)
@@ -111,17 +111,17 @@ def test_late_emulated_steps_are_counted_without_sleeping() -> None:
 def test_emulation_reports_the_ratio_of_computed_to_predicted_time() -> None:
     """Three times as long, however much of it the step before had left: that one is counted with it."""
     fake = FakeTime()
-    pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep)
+    pacer = StepPacer(SecondPerToken(), 1.0, fake.clock, fake.sleep)
     run(pacer, fake, [1] * 5, work_s=3.0, gap_s=0.0)
     assert pacer.took_s / pacer.predicted_s == pytest.approx(3.0)
-    quick = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep)
+    quick = StepPacer(SecondPerToken(), 1.0, fake.clock, fake.sleep)
     run(quick, fake, [1] * 5, work_s=0.3, gap_s=0.0)
     assert quick.notes()["emulated_took_s"] == pytest.approx(quick.predicted_s)
 
 
 def test_lateness_to_recover_is_bounded() -> None:
     fake = FakeTime()
-    pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.0)
+    pacer = StepPacer(SecondPerToken(), 1.0, fake.clock, fake.sleep, host_s=0.0)
     run(pacer, fake, [1] * 50, work_s=2.0, gap_s=0.0)
     assert pacer.late_steps == 50
     slow = fake.now_s
@@ -189,7 +189,7 @@ def test_emulated_kv_transfer_takes_the_time_of_the_network_card() -> None:
 
 def test_emulated_engine_sends_kv_at_the_bandwidth_of_its_card() -> None:
     service = service_of(
-        made(emulate="A10:llama-3.1-8b"), EngineSettings(max_running=4, token_budget=64), name="x"
+        executor_of(emulate="A10:llama-3.1-8b"), EngineSettings(max_running=4, token_budget=64), name="x"
     )
     chunks = [KvChunk(layer, "kv", 0, 512, "float32", (1,), b"") for layer in range(3)]
     began = time.monotonic()
@@ -219,25 +219,25 @@ def test_invalid_emulations_are_refused(text: str) -> None:
         mock_model(text)
 
 
-def made(emulate: str | None = None, kv_blocks: int | None = None) -> Executor:
+def executor_of(emulate: str | None = None, kv_blocks: int | None = None) -> Executor:
     return executor_maker(emulate, 1.0, kv_blocks)(PLAIN, RandomSource(SEED), SIZE, "cpu")
 
 
 def test_serve_options_select_the_executor(tmp_path: Path) -> None:
-    assert isinstance(made(), LocalExecutor)
-    paced = made(emulate="A10:llama-3.1-8b")
+    assert isinstance(executor_of(), LocalExecutor)
+    paced = executor_of(emulate="A10:llama-3.1-8b")
     assert isinstance(paced, LocalExecutor)
     assert paced.pacer is not None
     assert paced.size.blocks == emulated_blocks(LLAMA, A10, 1)
     assert paced.nic is not None
-    assert made(emulate="A10:llama-3.1-8b", kv_blocks=SIZE.blocks).size == SIZE
+    assert executor_of(emulate="A10:llama-3.1-8b", kv_blocks=SIZE.blocks).size == SIZE
 
 
 def test_emulated_engine_in_one_process_has_the_pace_of_its_pipeline() -> None:
     """At the pace of a round through all stages, as the mock of the same layout has it."""
     stages = (Stage(20, (StageNode("1xA10", 1),)), Stage(12, (StageNode("1xL4", 1),)))
     text = json.dumps(encode(EmulatedReplica("Llama-3.1-8B", Layout(stages))))
-    executor, mock = made(emulate=text), mock_model(text)
+    executor, mock = executor_of(emulate=text), mock_model(text)
     assert isinstance(executor, LocalExecutor)
     assert executor.size.blocks == mock.blocks() > emulated_blocks(LLAMA, A10, 1)
     assert executor.pacer is not None
@@ -254,4 +254,4 @@ def test_emulation_speed_up_must_be_positive() -> None:
         with pytest.raises(InputError, match="speed"):
             mock_model("A10:llama-3.1-8b", speed_up)
         with pytest.raises(InputError, match="speed"):
-            StepPacer(Fixed(), speed_up)
+            StepPacer(SecondPerToken(), speed_up)

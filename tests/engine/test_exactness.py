@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from engine_models import KINDS, VOCAB, greedy, opened, prompt, run, runner, same
+from engine_models import KINDS, VOCAB, equal_logits, greedy_tokens, logits_of, open_row, prompt, runner
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -42,18 +42,18 @@ LENGTH = 600  # Beyond the places (256, 384, 512) where sums over the context ar
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_do_not_depend_on_chunk_sizes(kind: str) -> None:
     engine, tokens = runner(KINDS[kind]), prompt(LENGTH)
-    row = opened(engine, LENGTH)
-    whole = run(engine, row, tokens, [LENGTH])
-    text = greedy(engine, row, whole, 4)
+    row = open_row(engine, LENGTH)
+    whole = logits_of(engine, row, tokens, [LENGTH])
+    text = greedy_tokens(engine, row, whole, 4)
     engine.tables.close(row)
     for size in (1, 7, 64, 512):
         length = LENGTH if size > 7 else 330
-        row = opened(engine, LENGTH)
-        completed = run(engine, row, tokens[:length], [size] * LENGTH)
-        assert same(completed, whole[:length]), size
+        row = open_row(engine, LENGTH)
+        completed = logits_of(engine, row, tokens[:length], [size] * LENGTH)
+        assert equal_logits(completed, whole[:length]), size
         if length < LENGTH:
-            completed = torch.cat([completed, run(engine, row, tokens[length:], [LENGTH])])
-        assert greedy(engine, row, completed, 4) == text
+            completed = torch.cat([completed, logits_of(engine, row, tokens[length:], [LENGTH])])
+        assert greedy_tokens(engine, row, completed, 4) == text
         engine.tables.close(row)
     engine.tables.check()
 
@@ -61,10 +61,10 @@ def test_logits_do_not_depend_on_chunk_sizes(kind: str) -> None:
 def test_chunk_that_leaves_one_query_gives_equal_logits() -> None:
     """torch's attention takes 32 queries at a time: the last of 33 is by itself."""
     engine, tokens = runner(KINDS["latent"]), prompt(99)
-    row = opened(engine, 99)
-    whole = run(engine, row, tokens, [99])
+    row = open_row(engine, 99)
+    whole = logits_of(engine, row, tokens, [99])
     engine.tables.close(row)
-    assert same(run(engine, opened(engine, 99), tokens, [33] * 3), whole)
+    assert equal_logits(logits_of(engine, open_row(engine, 99), tokens, [33] * 3), whole)
 
 
 def test_logits_of_a_wide_model_do_not_depend_on_chunk_sizes() -> None:
@@ -72,17 +72,17 @@ def test_logits_of_a_wide_model_do_not_depend_on_chunk_sizes() -> None:
     layer = Layer(FullAttention(8, 4, 32, 32), DenseFfn(704))
     engine = runner(EngineModelConfig(Model("wide", 256, 1000, (layer, layer), 1024)))
     tokens = prompt(140, seed=2)
-    row = opened(engine, 140)
-    whole = run(engine, row, tokens, [140])
+    row = open_row(engine, 140)
+    whole = logits_of(engine, row, tokens, [140])
     for sizes in ([1] * 140, [7] * 20, [64] * 3):
-        row = opened(engine, 140)
-        assert same(run(engine, row, tokens, sizes), whole)
+        row = open_row(engine, 140)
+        assert equal_logits(logits_of(engine, row, tokens, sizes), whole)
 
 
-def neighbours(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -> torch.Tensor:
+def logits_among_others(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -> torch.Tensor:
     """Run `tokens` among 16 others that come and go, in steps that mix chunks and decodes in any order."""
     chance, others = random.Random(seed), {}
-    row, result, first = opened(engine, len(tokens)), [], 0
+    row, result, first = open_row(engine, len(tokens)), [], 0
     for size in sizes:
         chunk = tokens[first : first + size]
         works = [SequenceWork(row, first, chunk, "all")]
@@ -90,7 +90,7 @@ def neighbours(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -
             engine.tables.close(other)
             del others[other]
         while len(others) < 16:
-            others[opened(engine, 400)] = 0
+            others[open_row(engine, 400)] = 0
         for other, length in others.items():
             count = chance.choice((1, 1, 1, 3, 30))
             works.append(SequenceWork(other, length, [chance.randrange(VOCAB) for _ in range(count)], "none"))
@@ -108,11 +108,11 @@ def neighbours(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_do_not_depend_on_other_requests_in_the_batch(kind: str) -> None:
     engine, tokens = runner(KINDS[kind]), prompt(150, seed=3)
-    row = opened(engine, 150)
-    whole = run(engine, row, tokens, [150])
+    row = open_row(engine, 150)
+    whole = logits_of(engine, row, tokens, [150])
     engine.tables.close(row)
     for seed, sizes in enumerate(([40] * 4, [9] * 8 + [1] * 90)):
-        assert same(neighbours(engine, tokens, sizes, seed), whole)
+        assert equal_logits(logits_among_others(engine, tokens, sizes, seed), whole)
     engine.tables.check()
 
 
@@ -121,14 +121,14 @@ def test_logits_do_not_depend_on_block_placement(kind: str) -> None:
     """With rows that outgrow their home, blocks are gathered instead of read in place."""
     tokens = prompt(300, seed=4)
     roomy = runner(KINDS[kind])
-    whole = run(roomy, opened(roomy, 300), tokens, [300])
+    whole = logits_of(roomy, open_row(roomy, 300), tokens, [300])
     tight = runner(KINDS[kind], rows=8, blocks=48)
-    others = [opened(tight, 16 * (1 + index % 3)) for index in range(5)]
-    row = opened(tight, 300)
+    others = [open_row(tight, 16 * (1 + index % 3)) for index in range(5)]
+    row = open_row(tight, 300)
     assert not tight.tables.whole(0, row)
     for other in others[::2]:
         tight.tables.close(other)
-    assert same(run(tight, row, tokens, [100, 1, 1, 98, *[1] * 100]), whole)
+    assert equal_logits(logits_of(tight, row, tokens, [100, 1, 1, 98, *[1] * 100]), whole)
 
 
 def test_activation_functions_do_not_depend_on_position_in_the_tensor() -> None:
@@ -269,8 +269,8 @@ def test_model_is_exact_on_a_library_that_rounds_single_rows_differently(
     library(lambda rows: rows == 1)
     engine, tokens = runner(KINDS["full-fancy"]), prompt(20)
     assert engine.exact == Exactness(True, "pairs")
-    whole = run(engine, opened(engine, 20), tokens, [20])
-    assert torch.equal(run(engine, opened(engine, 20), tokens, [1, 1, 7, 1, 10]), whole)
+    whole = logits_of(engine, open_row(engine, 20), tokens, [20])
+    assert torch.equal(logits_of(engine, open_row(engine, 20), tokens, [1, 1, 7, 1, 10]), whole)
 
 
 @pytest.mark.parametrize("way", FILLINGS, ids=lambda way: way.name)

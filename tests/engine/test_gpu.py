@@ -8,7 +8,7 @@ from dataclasses import replace
 import check_gpu
 import pytest
 import torch
-from engine_models import DENSE, KINDS, LINEAR, WINDOW, opened, prompt, runner, stack
+from engine_models import DENSE, KINDS, LINEAR, WINDOW, open_row, prompt, runner, stack
 from sample_models import BASES
 
 from potluck.core.errors import InputError
@@ -30,7 +30,7 @@ MODELS = {
 }
 
 
-def pair(config: EngineModelConfig) -> tuple[Runner, Runner]:
+def runner_pair(config: EngineModelConfig) -> tuple[Runner, Runner]:
     """One runner that lays each step out anew, and one whose decode steps have fixed shapes."""
     plain, fixed = runner(config), runner(config)
     fixed._graphs = StepGraphs(fixed.stack, fixed.cache, fixed._taps)
@@ -39,11 +39,11 @@ def pair(config: EngineModelConfig) -> tuple[Runner, Runner]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fixed_shape_steps_give_equal_logits(name: str) -> None:
-    plain, fixed = pair(MODELS[name])
+    plain, fixed = runner_pair(MODELS[name])
     lengths = [3, 70, 17, 130, 40]
     for engine in (plain, fixed):
         for length in lengths:
-            row = opened(engine, length + 40)
+            row = open_row(engine, length + 40)
             engine.step([SequenceWork(row, 0, prompt(length, seed=length))])
     rows = list(range(len(lengths)))
     for step in range(30):
@@ -55,7 +55,7 @@ def test_fixed_shape_steps_give_equal_logits(name: str) -> None:
         torch.testing.assert_close(fixed.step(unknown), plain.step(works), atol=2e-5, rtol=1e-4)
     late = prompt(90, seed=3)
     for engine in (plain, fixed):
-        opened(engine, len(late))
+        open_row(engine, len(late))
     for first, stop in ((0, 40), (40, 41), (41, 90)):  # beside a prompt, whose logits are wanted at its end
         works = [SequenceWork(row, plain.tables.lengths[row], [first + row]) for row in rows[1:4]]
         works.insert(2, SequenceWork(len(rows), first, late[first:stop], "last" if stop == 90 else "none"))
@@ -72,7 +72,7 @@ def test_paged_attention_steps_give_equal_logits() -> None:
     texts = [prompt(length, seed=length) for length in (1, 200, 17, 300)]
     for engine in (plain, paged):
         for text in texts:
-            opened(engine, len(text) + 10)
+            open_row(engine, len(text) + 10)
     steps = [
         [SequenceWork(3, 0, texts[3][:150], "all"), SequenceWork(0, 0, texts[0])],
         [SequenceWork(0, 1, [5]), SequenceWork(3, 150, texts[3][150:]), SequenceWork(1, 0, texts[1], "none")],
@@ -111,7 +111,7 @@ def test_weight_rows_are_aligned_for_gpus(name: str) -> None:
 
 
 def test_small_steps_are_accepted_for_recording() -> None:
-    _, fixed = pair(MODELS["full"])
+    _, fixed = runner_pair(MODELS["full"])
     graphs = fixed._graphs
     assert graphs is not None
     assert graphs.takes([SequenceWork(0, 5, [1])])
@@ -125,8 +125,8 @@ def test_small_steps_are_accepted_for_recording() -> None:
 
 
 def test_fixed_shape_step_that_does_not_continue_its_rows_is_refused() -> None:
-    _, fixed = pair(MODELS["full"])
-    row = opened(fixed, 20)
+    _, fixed = runner_pair(MODELS["full"])
+    row = open_row(fixed, 20)
     fixed.step([SequenceWork(row, 0, prompt(9))])
     again, other = SequenceWork(row, 9, [1]), SequenceWork(row, 9, [last_drawn(row + 1)])
     for wrong in ([SequenceWork(row, 8, [1])], [again, again], [other]):
@@ -135,7 +135,7 @@ def test_fixed_shape_step_that_does_not_continue_its_rows_is_refused() -> None:
 
 
 def test_warm_up_records_every_step_shape(caplog: pytest.LogCaptureFixture) -> None:
-    _, fixed = pair(MODELS["full"])
+    _, fixed = runner_pair(MODELS["full"])
     executor = LocalExecutor(fixed, RunnerSize(fixed.tables.rows, 60, 256, 128))
     with caplog.at_level("INFO"):
         warm_up(executor)

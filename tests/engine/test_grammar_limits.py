@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mock_helpers import LLAMA_ON_A100
-from server_helpers import TRIAL, face
+from server_helpers import TRIAL, engine_client
 
 from potluck.api.http import HttpRefusal
 from potluck.api.json_schema_limits import check_json_schema
@@ -103,7 +103,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 async def test_expensive_schemas_do_not_affect_the_engine_or_other_requests() -> None:
-    async with face(service()) as one:
+    async with engine_client(service()) as one:
         assert (await one.post("/v1/completions", formatted(GOOD)))[0] == 200
         before = memory_bytes()
         assert before is not None

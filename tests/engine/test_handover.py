@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engine_models import KINDS, WINDOW, greedy, opened, prompt, run, runner, same
+from engine_models import KINDS, WINDOW, equal_logits, greedy_tokens, logits_of, open_row, prompt, runner
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_helpers import LoopHarness, harness
@@ -44,17 +44,17 @@ def chunks(engine: Runner, row: int, start: int, stop: int) -> list[KvChunk]:
     return [replace(chunk, data=bytes(chunk.data)) for chunk in result]
 
 
-def arrive(engine: Runner, row: int, manifest: KvManifest, cargo: list[KvChunk]) -> None:
+def receive_chunks(engine: Runner, row: int, manifest: KvManifest, cargo: list[KvChunk]) -> None:
     arrival = IncomingHandover(engine, row, manifest, TOKENS)
     for chunk in cargo:
         arrival.accept(chunk)
     arrival.finish()
 
 
-def whole(engine: Runner) -> tuple[Tensor, list[int]]:
-    row = opened(engine, LENGTH)
-    logits = run(engine, row, TOKENS, [LENGTH])
-    text = greedy(engine, row, logits, 3)
+def whole_logits(engine: Runner) -> tuple[Tensor, list[int]]:
+    row = open_row(engine, LENGTH)
+    logits = logits_of(engine, row, TOKENS, [LENGTH])
+    text = greedy_tokens(engine, row, logits, 3)
     engine.tables.close(row)
     return logits, text
 
@@ -65,20 +65,20 @@ def test_transferred_cache_at_every_cut_gives_equal_tokens(kind: str) -> None:
     """The hybrid has all kinds of layers and is cut at every third token, the others at every seventh. Behind every
     seventh cut, and near the end, all the rest is computed, behind the others the next tokens."""
     sender, receiver = runner(KINDS[kind]), runner(KINDS[kind])
-    expected, text = whole(receiver)
-    source = opened(sender, LENGTH)
+    expected, text = whole_logits(receiver)
+    source = open_row(sender, LENGTH)
     for cut in range(1, LENGTH):
         sender.step([SequenceWork(source, cut - 1, TOKENS[cut - 1 : cut], "none")])
         if cut % 7 and (kind != "hybrid" or cut % 3):
             continue
         row = receiver.tables.open()
-        arrive(receiver, row, manifest(sender, TOKENS, 0, cut), chunks(sender, source, 0, cut))
+        receive_chunks(receiver, row, manifest(sender, TOKENS, 0, cut), chunks(sender, source, 0, cut))
         stop = LENGTH if cut % 7 == 0 else min(cut + NEXT, LENGTH)
         receiver.tables.grow(row, stop)
         logits = receiver.step([SequenceWork(row, cut, TOKENS[cut:stop])])
-        assert same(logits, expected[stop - 1 : stop]), cut
+        assert equal_logits(logits, expected[stop - 1 : stop]), cut
         if stop == LENGTH and cut % 10 == 0:
-            assert greedy(receiver, row, logits, 3) == text
+            assert greedy_tokens(receiver, row, logits, 3) == text
         receiver.tables.close(row)
     receiver.tables.check()
 
@@ -86,13 +86,13 @@ def test_transferred_cache_at_every_cut_gives_equal_tokens(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
 def test_only_tokens_missing_at_the_receiver_are_transferred(kind: str) -> None:
     sender, receiver = runner(KINDS[kind]), runner(KINDS[kind])
-    expected, _ = whole(receiver)
-    source, row = opened(sender, LENGTH), opened(receiver, LENGTH)
-    run(sender, source, TOKENS[:211], [211])
-    run(receiver, row, TOKENS[:70], [70])
+    expected, _ = whole_logits(receiver)
+    source, row = open_row(sender, LENGTH), open_row(receiver, LENGTH)
+    logits_of(sender, source, TOKENS[:211], [211])
+    logits_of(receiver, row, TOKENS[:70], [70])
     cargo = chunks(sender, source, 70, 211)
-    arrive(receiver, row, manifest(sender, TOKENS, 70, 211), cargo)
-    assert same(run(receiver, row, TOKENS[211:], [LENGTH]), expected[211:])
+    receive_chunks(receiver, row, manifest(sender, TOKENS, 70, 211), cargo)
+    assert equal_logits(logits_of(receiver, row, TOKENS[211:], [LENGTH]), expected[211:])
     for chunk in cargo:
         entries = chunk.stop - chunk.first
         assert (
@@ -100,7 +100,7 @@ def test_only_tokens_missing_at_the_receiver_are_transferred(kind: str) -> None:
         )
 
 
-def broken(cargo: list[KvChunk]) -> dict[str, list[KvChunk]]:
+def damaged_chunks(cargo: list[KvChunk]) -> dict[str, list[KvChunk]]:
     first, rest = cargo[0], cargo[1:]
     nan = torch.full((len(first.data) // 4,), torch.nan).numpy().tobytes()
     return {
@@ -122,23 +122,23 @@ def broken(cargo: list[KvChunk]) -> dict[str, list[KvChunk]]:
 @pytest.mark.parametrize("kind", ["full", "linear", "hybrid"])
 def test_invalid_chunk_is_refused_in_one_line_without_side_effects(kind: str) -> None:
     sender, receiver = runner(KINDS[kind]), runner(KINDS[kind])
-    expected, _ = whole(receiver)
-    source = opened(sender, LENGTH)
-    run(sender, source, TOKENS[:90], [90])
+    expected, _ = whole_logits(receiver)
+    source = open_row(sender, LENGTH)
+    logits_of(sender, source, TOKENS[:90], [90])
     kv_manifest, cargo = manifest(sender, TOKENS, 0, 90), chunks(sender, source, 0, 90)
-    for what, bad in broken(cargo).items():
+    for what, bad in damaged_chunks(cargo).items():
         row = receiver.tables.open()
         with pytest.raises(PotluckError) as caught:
-            arrive(receiver, row, kv_manifest, bad)
+            receive_chunks(receiver, row, kv_manifest, bad)
         assert "\n" not in str(caught.value), what
         assert str(caught.value).startswith("hand-over"), what
         assert receiver.tables.lengths[row] == 0
         receiver.tables.close(row)
         receiver.tables.check()
     row = receiver.tables.open()
-    arrive(receiver, row, kv_manifest, cargo)
+    receive_chunks(receiver, row, kv_manifest, cargo)
     receiver.tables.grow(row, LENGTH)
-    assert same(run(receiver, row, TOKENS[90:], [LENGTH]), expected[90:])
+    assert equal_logits(logits_of(receiver, row, TOKENS[90:], [LENGTH]), expected[90:])
 
 
 def test_kv_of_another_model_or_other_tokens_is_refused() -> None:
@@ -160,15 +160,15 @@ def test_kv_of_another_model_or_other_tokens_is_refused() -> None:
 
 def test_kv_that_a_row_does_not_hold_cannot_be_sent() -> None:
     engine = runner(KINDS["hybrid"])
-    row = opened(engine, LENGTH)
-    run(engine, row, TOKENS[:90], [90])
+    row = open_row(engine, LENGTH)
+    logits_of(engine, row, TOKENS[:90], [90])
     for layer, start, stop in ((0, 0, 89), (1, 0, 91), (1, 50, 50), (2, -1, 90), (2, 0, 40), (4, 0, 90)):
         with pytest.raises(PotluckError):
             pack(engine, row, layer, start, stop)
     assert pack(engine, row, 1, 0, 40)[0].shape == (40, 2, 2, 16)
 
 
-def piece(first: int, stop: int, layer: int = 0, part: str = "kv") -> KvChunk:
+def kv_piece(first: int, stop: int, layer: int = 0, part: str = "kv") -> KvChunk:
     return KvChunk(layer, part, first, stop, "float32", (stop - first, 1), b"")  # type: ignore[arg-type]
 
 
@@ -177,7 +177,7 @@ def test_chunks_of_a_layer_complete_it_in_any_order(sizes: list[int], start: int
     stops = [start]
     for size in sizes:
         stops.append(stops[-1] + size)
-    parts = [piece(a, b) for a, b in pairwise(stops)]
+    parts = [kv_piece(a, b) for a, b in pairwise(stops)]
     random.shuffle(parts)  # type: ignore[attr-defined]
     books = MissingParts({(0, "kv"): (start, stops[-1])})
     for part in parts:
@@ -193,18 +193,18 @@ def test_chunks_of_a_layer_complete_it_in_any_order(sizes: list[int], start: int
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (piece(5, 25), r"is of \[5, 25\), expected of \[0, 10\), \[20, 30\)"),
-        (piece(12, 14), "expected of"),
-        (piece(25, 31), "expected of"),
-        (piece(22, 22), "expected of"),
-        (piece(24, 22), "expected of"),
-        (piece(0, 10, layer=1), "is not expected"),
-        (piece(0, 10, part="latent"), "is not expected"),
+        (kv_piece(5, 25), r"is of \[5, 25\), expected of \[0, 10\), \[20, 30\)"),
+        (kv_piece(12, 14), "expected of"),
+        (kv_piece(25, 31), "expected of"),
+        (kv_piece(22, 22), "expected of"),
+        (kv_piece(24, 22), "expected of"),
+        (kv_piece(0, 10, layer=1), "is not expected"),
+        (kv_piece(0, 10, part="latent"), "is not expected"),
     ],
 )
 def test_unexpected_chunk_is_refused(wrong: KvChunk, says: str) -> None:
     books = MissingParts({(0, "kv"): (0, 30)})
-    books.take(piece(10, 20))
+    books.take(kv_piece(10, 20))
     with pytest.raises(FormatError, match=says):
         books.take(wrong)
 
@@ -247,7 +247,7 @@ def test_kv_is_sent_after_each_prefill_chunk(kind: str) -> None:
     turns = []
     while not any(isinstance(event, JobComputed) for event in engine.said.get(key, [])):
         engine.turn()
-        turns.append(sent(engine, key))
+        turns.append(sent_chunk_count(engine, key))
     engine.run()
     growing = [n for n in turns if n]
     assert len(set(growing)) >= 5  # of six steps; windows and states leave with the last
@@ -260,7 +260,7 @@ def test_late_receiver_gets_the_kv_computed_before() -> None:
     key = engine.submit(prompt(300), stop=290)
     engine.turn()
     engine.turn()
-    assert sent(engine, key) == 0
+    assert sent_chunk_count(engine, key) == 0
     engine.loop.attach(key, 30, engine.now_s)
     engine.run()
     books = MissingParts(ranges(KINDS["full"].model, 30, 290))
@@ -270,7 +270,7 @@ def test_late_receiver_gets_the_kv_computed_before() -> None:
     assert engine.end(key).reason == "handed_on"
 
 
-def sent(engine: LoopHarness, key: int) -> int:
+def sent_chunk_count(engine: LoopHarness, key: int) -> int:
     return len(engine.chunks(key)) if key in engine.said else 0
 
 

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from engine_models import EXACT
 from mock_helpers import LLAMA_ON_A100
-from server_helpers import TRIAL, Client, face, make_service, tokens_in
+from server_helpers import TRIAL, Client, engine_client, make_service, tokens_in
 
 from potluck.api.json_schema_limits import JSON_SCHEMA_MAX_BYTES
 from potluck.api.openai_requests import ANY_OBJECT
@@ -94,7 +94,7 @@ async def test_answers_are_valid_under_random_schemas() -> None:
     chance = random.Random(5)
     schemas = [random_schema(chance) for _ in range(30)]
 
-    async with face(words_service()) as one:
+    async with engine_client(words_service()) as one:
         bodies = [
             formatted(schema, seed=place, temperature=(0, 0.7, 1.3)[place % 3], stream=place % 2 == 0)
             for place, schema in enumerate(schemas)
@@ -103,7 +103,7 @@ async def test_answers_are_valid_under_random_schemas() -> None:
         whole = 0
         for schema, (status, reply) in zip(schemas, result, strict=True):
             assert status == 200, (schema, reply)
-            text, finish = said(reply)
+            text, finish = text_and_finish(reply)
             if finish == "stop":
                 whole += 1
                 jsonschema.validate(json.loads(text), schema)
@@ -113,24 +113,24 @@ async def test_answers_are_valid_under_random_schemas() -> None:
         await one.until_idle()
 
 
-def said(reply: Any) -> tuple[str, str]:
+def text_and_finish(reply: Any) -> tuple[str, str]:
     parts = reply if isinstance(reply, list) else [reply]
     choices = [choice for part in parts for choice in part["choices"]]
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
 
 async def test_json_answer_ends_when_complete_or_at_max_tokens() -> None:
-    async with face(words_service()) as one:
+    async with engine_client(words_service()) as one:
         body = formatted(ENTRY, temperature=0)
         _, reply = await one.post("/v1/completions", body)
-        text, finish = said(reply)
+        text, finish = text_and_finish(reply)
         jsonschema.validate(json.loads(text), ENTRY)
         # The token that ends it counts, as in every answer, and is not shown.
         assert finish == "stop"
         for most in (1, 4):
             _, cut = await one.post("/v1/completions", {**body, "max_tokens": most})
-            assert said(cut)[1] == "length"
-            assert text.startswith(said(cut)[0])
+            assert text_and_finish(cut)[1] == "length"
+            assert text.startswith(text_and_finish(cut)[0])
         chat = {key: value for key, value in body.items() if key != "prompt"}
         chat |= {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object"}}
         _, reply = await one.post("/v1/chat/completions", {**chat, "n": 3, "seed": 1, "temperature": 1})
@@ -147,38 +147,40 @@ async def test_json_answer_is_the_same_over_every_route_and_resumption(name: str
     way, output = WAYS[name], 14
 
     first, second = words_service(), words_service(prefix_cache_bytes=0)
-    async with face(first) as one, face(second) as two:
+    async with engine_client(first) as one, engine_client(second) as two:
 
         def rest(so_far: list[int]) -> dict[str, Any]:
             asked = {"tokens": TOKENS + so_far, "sampling": way, "max_tokens": output - len(so_far)}
             return asked | ({"generated": len(so_far)} if so_far else {})
 
         _, lines = await one.segment(**rest([]))
-        whole, tokens = drawn(lines), tokens_in(lines)
+        whole, tokens = token_lines(lines), tokens_in(lines)
         assert len(whole) > 8
         again = await asyncio.gather(*(engine.segment(**rest([])) for engine in (two, one, one)))
-        assert all(drawn(item) == whole for _, item in again)
+        assert all(token_lines(item) == whole for _, item in again)
         for k in range(1, len(tokens)):
             _, lines = await (one, two)[k % 2].segment(**rest(tokens[:k]))
-            assert drawn(lines) == whole[k:], k
+            assert token_lines(lines) == whole[k:], k
         for k, cut in ((0, 5), (0, len(TOKENS)), (6, len(TOKENS) + 3)):
-            assert await over(one, two, rest(tokens[:k]), cut) == whole[k:]
+            assert await answer_over_two_engines(one, two, rest(tokens[:k]), cut) == whole[k:]
         wrong = {**rest(tokens[:6]), "generated": 0}
         if "json_schema" in way:  # what counts output must know what it is
             _, lines = await two.segment(**wrong)
-            assert drawn(lines) != whole[6:]
+            assert token_lines(lines) != whole[6:]
 
 
-def drawn(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def token_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "token" in line]
 
 
-async def over(one: Client, two: Client, asked: dict[str, Any], cut: int) -> list[dict[str, Any]]:
+async def answer_over_two_engines(
+    one: Client, two: Client, asked: dict[str, Any], cut: int
+) -> list[dict[str, Any]]:
     """Computed up to the cut by one, and from there by two."""
     source = {"kv": one.kv, "handle": new_handle()}
     first = one.segment(asked["tokens"], stop=cut, handle=source["handle"])
     _, (_, lines) = await asyncio.gather(first, two.segment(**asked, start=cut, source=source))
-    return drawn(lines)
+    return token_lines(lines)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -214,7 +216,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_unsupported_format_is_refused_by_field() -> None:
-    async with face(words_service()) as one:
+    async with engine_client(words_service()) as one:
         for body, says in REFUSED:
             for stream in (False, True):
                 status, reply = await one.post("/v1/completions", {**body, "stream": stream})
@@ -238,12 +240,12 @@ async def test_engine_without_llguidance_or_tokenizer_refuses_formats(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
 
-    async with face(words_service()) as one:
+    async with engine_client(words_service()) as one:
         status, reply = await one.post("/v1/completions", formatted({}))
         assert (status, reply["error"]["param"]) == (400, "response_format")
         assert "pip install 'potluck[engine]'" in reply["error"]["message"]
         assert (await one.post("/v1/completions", {"model": "tiny", "prompt": "a"}))[0] == 200
-    async with face(make_service(text=False)) as one:
+    async with engine_client(make_service(text=False)) as one:
         status, reply = await one.post("/v1/completions", {**formatted({}), "prompt": [1, 2]})
         assert (status, "has not a tokenizer" in reply["error"]["message"]) == (400, True)
 
@@ -258,7 +260,7 @@ async def test_grammar_is_compiled_once_off_the_event_loop(monkeypatch: pytest.M
 
     monkeypatch.setattr(Grammars, "_compile", watched)
 
-    async with face(words_service()) as one:
+    async with engine_client(words_service()) as one:
         for _ in range(2):
             assert (await one.post("/v1/completions", formatted(ENTRY, n=3)))[0] == 200
     assert len(where) == 1
@@ -277,7 +279,7 @@ async def test_grammar_failure_during_generation_ends_only_its_request(
 
     fails = [True, False, False, True]
     monkeypatch.setattr(JsonGuide, "allowed", sick)
-    async with face(words_service()) as one:
+    async with engine_client(words_service()) as one:
         other = asyncio.ensure_future(one.segment(TOKENS, max_tokens=12))
         status, reply = await one.segment(TOKENS, sampling=WAYS["json"], max_tokens=9)
         assert (status, reply["error"]["code"]) == (400, "unsupported_value")
@@ -292,12 +294,12 @@ async def test_mock_engine_answers_follow_a_json_schema() -> None:
     schema = {"type": "array", "items": {"enum": ["sea", "king", 7]}, "minItems": 2, "maxItems": 3}
     service = mock_engine(WORDS, LLAMA_ON_A100, EngineSettings(), name="tiny", kv=TRIAL)
 
-    async with face(service) as one:
+    async with engine_client(service) as one:
         for place in range(5):
             body = formatted(schema, seed=place, presence_penalty=1)
             status, reply = await one.post("/v1/completions", body)
-            assert (status, said(reply)[1]) == (200, "stop"), reply
-            jsonschema.validate(json.loads(said(reply)[0]), schema)
+            assert (status, text_and_finish(reply)[1]) == (200, "stop"), reply
+            jsonschema.validate(json.loads(text_and_finish(reply)[0]), schema)
 
 
 def test_grammar_allows_every_end_token_after_a_complete_value() -> None:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from engine_models import KINDS, opened, prompt, run, same
+from engine_models import KINDS, equal_logits, logits_of, open_row, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +46,7 @@ def test_vectorised_exp_is_within_rounding_of_exp() -> None:
     assert np.isfinite(result[:16]).all()
 
 
-def short(*shape: int, seed: int) -> torch.Tensor:
+def weights_in_16_bits(*shape: int, seed: int) -> torch.Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.1).bfloat16().float()
 
 
@@ -54,7 +54,7 @@ def short(*shape: int, seed: int) -> torch.Tensor:
 @settings(max_examples=25)
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 150), st.integers(-20, 20))
 def test_tiled_products_are_within_float32_rounding(rows: int, depth: int, width: int, exponent: int) -> None:
-    weight = short(width, 32 * depth, seed=width)
+    weight = weights_in_16_bits(width, 32 * depth, seed=width)
     matrix = across(weight)
     assert isinstance(matrix, TiledMatrix)
     x = torch.randn(rows, 32 * depth, generator=torch.Generator().manual_seed(rows)) * 2.0**exponent
@@ -82,7 +82,7 @@ def test_unsupported_weights_are_not_tiled() -> None:
 @needs_tiles
 @pytest.mark.parametrize("rows", [1, 16, 45])
 def test_feed_forward_kernel_equals_its_separate_operations(rows: int) -> None:
-    up, down = short(256, 64, seed=1), short(64, 128, seed=2)
+    up, down = weights_in_16_bits(256, 64, seed=1), weights_in_16_bits(64, 128, seed=2)
     packed, lowered = across(up), across(down)
     assert isinstance(packed, TiledMatrix)
     assert isinstance(lowered, TiledMatrix)
@@ -103,7 +103,7 @@ def test_norm_of_strided_rows_equals_torch() -> None:
     assert torch.equal(rms_norm(wide[3:4, 16:64], weight, 1e-4), result[3:4])
 
 
-class Paged:
+class PagedReference:
     """Keys and values of some sequences in scattered blocks."""
 
     def __init__(self, kv_heads: int, dim: int, lengths: list[int], seed: int) -> None:
@@ -162,7 +162,7 @@ def test_attention_kernel_equals_the_reference_for_any_batch(
 ) -> None:
     groups, kv_heads = shape
     heads = groups * kv_heads
-    paged, chance = Paged(kv_heads, dim, lengths, seed), random.Random(seed)
+    paged, chance = PagedReference(kv_heads, dim, lengths, seed), random.Random(seed)
     for row, length in enumerate(lengths):
         paged.put(np.full(length, row), np.arange(length), heads, np.zeros((length, heads * dim), np.float32))
     chunks = [
@@ -183,7 +183,7 @@ def test_attention_kernel_equals_the_reference_for_any_batch(
 
 
 def test_cached_keys_and_values_are_read_back() -> None:
-    paged = Paged(2, 32, [40, 7], seed=3)
+    paged = PagedReference(2, 32, [40, 7], seed=3)
     rows, places = np.repeat([0, 1], [40, 7]), np.concatenate([np.arange(40), np.arange(7)])
     paged.put(rows, places, 2, np.zeros((47, 64), np.float32))
     slots = paged.table[rows, places // 16] * 16 + places % 16
@@ -225,7 +225,7 @@ def test_delta_rule_kernel_equals_the_token_by_token_formula() -> None:
     assert np.array_equal(again[1], out)
 
 
-class Short:
+class ShortWeights:
     """Random weights of 16 bits, for which products go through tiles where there are some."""
 
     fingerprint = "short"
@@ -245,22 +245,22 @@ LIKE_THE_SHIPPED = EngineModelConfig(
 @pytest.mark.parametrize("name", ["shipped", "full-fancy", "hybrid"])
 def test_models_with_16_bit_weights_do_not_depend_on_chunk_sizes(name: str) -> None:
     config = LIKE_THE_SHIPPED if name == "shipped" else KINDS[name]
-    engine = Runner(config, Short(), RunnerSize(4, 200, 1024))
+    engine = Runner(config, ShortWeights(), RunnerSize(4, 200, 1024))
     tokens = prompt(150, seed=2)
-    whole = run(engine, opened(engine, 150), tokens, [150])
+    whole = logits_of(engine, open_row(engine, 150), tokens, [150])
     for sizes in ([1] * 150, [7] * 22, [64] * 3):
-        row = opened(engine, 150)
-        assert same(run(engine, row, tokens, sizes), whole)
+        row = open_row(engine, 150)
+        assert equal_logits(logits_of(engine, row, tokens, sizes), whole)
         engine.tables.close(row)
 
 
 def test_logits_do_not_depend_on_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Runner(LIKE_THE_SHIPPED, Short(), RunnerSize(4, 200, 1024))
+    engine = Runner(LIKE_THE_SHIPPED, ShortWeights(), RunnerSize(4, 200, 1024))
     tokens = prompt(150, seed=2)
-    alone = run(engine, opened(engine, 150), tokens, [100] + [1] * 50)
+    alone = logits_of(engine, open_row(engine, 150), tokens, [100] + [1] * 50)
     for module in (matrix, attention_layers, ffn):
         monkeypatch.setattr(module, "thread_count", lambda work: 3)
-    assert torch.equal(run(engine, opened(engine, 150), tokens, [100] + [1] * 50), alone)
+    assert torch.equal(logits_of(engine, open_row(engine, 150), tokens, [100] + [1] * 50), alone)
 
 
 @given(st.integers(1, 40), st.integers(1, 5))

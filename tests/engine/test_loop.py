@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from loop_helpers import KINDS, VOCAB, alone, carry, harness, manifest, prompt
+from loop_helpers import KINDS, VOCAB, harness, manifest, prompt, reference_answer, transfer_kv
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import SampledToken, Sampling
@@ -28,7 +28,7 @@ def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_tokens_do_not_depend_on_chunk_size(kind: str, chunk: int) -> None:
-    assert harness(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == alone(kind, LENGTH, OUTPUT)
+    assert harness(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == reference_answer(kind, LENGTH, OUTPUT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,7 +41,7 @@ def test_tokens_do_not_depend_on_other_requests(kind: str) -> None:
             keys.append(engine.submit(prompt(chance.randrange(1, 90), place), chance.randrange(1, 20)))
         engine.turn()
     engine.run()
-    assert engine.tokens(mine) == alone(kind, LENGTH, OUTPUT)
+    assert engine.tokens(mine) == reference_answer(kind, LENGTH, OUTPUT)
     assert all(engine.end(key).reason == "length" for key in keys)
 
 
@@ -53,8 +53,8 @@ def test_tokens_do_not_depend_on_preemption(kind: str) -> None:
     other = engine.submit(prompt(150, 5), 60, priority=1)
     engine.run()
     assert engine.loop.counters.preemptions > 0
-    assert engine.tokens(mine) == alone(kind, LENGTH, 40)
-    assert engine.tokens(other) == alone(kind, 150, 60, 5)
+    assert engine.tokens(mine) == reference_answer(kind, LENGTH, 40)
+    assert engine.tokens(other) == reference_answer(kind, 150, 60, 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,10 +64,10 @@ def test_tokens_do_not_depend_on_a_kv_transfer(kind: str, turns: int, cut: int) 
     first, second = harness(kind, chunk=40), harness(kind)
     source, other = first.submit(prompt(LENGTH), stop=cut), first.submit(prompt(20, 1), 12)
     target = second.submit(prompt(LENGTH), OUTPUT, start=cut)
-    carry(first, source, second, target, turns=turns)
-    assert second.tokens(target) == alone(kind, LENGTH, OUTPUT)
+    transfer_kv(first, source, second, target, turns=turns)
+    assert second.tokens(target) == reference_answer(kind, LENGTH, OUTPUT)
     assert first.end(source).reason == "handed_on"
-    assert first.tokens(other) == alone(kind, 20, 12, 1)
+    assert first.tokens(other) == reference_answer(kind, 20, 12, 1)
     assert first.loop.idle
     assert second.loop.idle
 
@@ -95,21 +95,21 @@ def test_tokens_do_not_depend_on_two_kv_transfers(kind: str) -> None:
     a = one.submit(prompt(LENGTH), stop=37)
     b = two.submit(prompt(LENGTH), start=37, stop=120)
     c = three.submit(prompt(LENGTH), OUTPUT, start=120)
-    carry(one, a, two, b)
-    carry(two, b, three, c, late=True)
-    assert three.tokens(c) == alone(kind, LENGTH, OUTPUT)
+    transfer_kv(one, a, two, b)
+    transfer_kv(two, b, three, c, late=True)
+    assert three.tokens(c) == reference_answer(kind, LENGTH, OUTPUT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_do_not_depend_on_a_cached_prefix(kind: str) -> None:
     engine = harness(kind, prefix_bytes=10_000_000)
-    assert engine.answer(prompt(LENGTH), OUTPUT) == alone(kind, LENGTH, OUTPUT)
+    assert engine.answer(prompt(LENGTH), OUTPUT) == reference_answer(kind, LENGTH, OUTPUT)
     again = engine.submit(prompt(LENGTH), OUTPUT)
     engine.run()
-    assert engine.tokens(again) == alone(kind, LENGTH, OUTPUT)
+    assert engine.tokens(again) == reference_answer(kind, LENGTH, OUTPUT)
     assert engine.end(again).times.cached_tokens == (LENGTH - 1) // 16 * 16
     # A conversation goes on behind what was answered.
-    more = prompt(LENGTH) + alone(kind, LENGTH, OUTPUT) + prompt(30, 9)
+    more = prompt(LENGTH) + reference_answer(kind, LENGTH, OUTPUT) + prompt(30, 9)
     turn = engine.submit(more, OUTPUT)
     engine.run()
     assert engine.tokens(turn) == harness(kind).answer(more, OUTPUT)
@@ -122,8 +122,8 @@ def test_prefix_cached_at_the_receiver_is_not_transferred(kind: str) -> None:
     second.answer(prompt(LENGTH), 1)
     source = first.submit(prompt(LENGTH), stop=LENGTH)
     target = second.submit(prompt(LENGTH), OUTPUT, start=LENGTH)
-    carry(first, source, second, target)
-    assert second.tokens(target) == alone(kind, LENGTH, OUTPUT)
+    transfer_kv(first, source, second, target)
+    assert second.tokens(target) == reference_answer(kind, LENGTH, OUTPUT)
     sent = first.chunks(source)
     assert all(chunk.first >= 100 for chunk in sent if chunk.part in ("kv", "latent"))
 
@@ -161,7 +161,7 @@ def test_sampled_tokens_depend_on_seed_and_position_only() -> None:
 
 
 def test_end_token_ends_the_answer() -> None:
-    whole = alone("full", 40, 20)
+    whole = reference_answer("full", 40, 20)
     engine = harness("full")
     key = engine.submit(prompt(40), 20, ends=frozenset({whole[5]}))
     engine.run()
@@ -254,7 +254,7 @@ def test_failed_step_ends_its_requests_and_later_ones_are_served() -> None:
         ("error", "out of memory")
     ] * 3
     assert engine.loop.counters.failures == 3
-    assert engine.answer(prompt(20, 2), 10) == alone("full", 20, 10, 2)
+    assert engine.answer(prompt(20, 2), 10) == reference_answer("full", 20, 10, 2)
     engine.loop.check()
 
 
@@ -265,7 +265,7 @@ def test_prefix_that_cannot_be_exported_is_not_kept() -> None:
         raise CapacityError("no memory to read it out")
 
     engine.executor.export = engine.executor.exports = gone  # type: ignore[method-assign, assignment]
-    assert engine.answer(prompt(LENGTH), OUTPUT) == alone("full", LENGTH, OUTPUT)
+    assert engine.answer(prompt(LENGTH), OUTPUT) == reference_answer("full", LENGTH, OUTPUT)
     assert engine.prefixes.used_bytes == 0
     # A cache that was to be fetched from there ends in an error that says so.
     key = engine.submit(prompt(40), stop=40)

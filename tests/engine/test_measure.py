@@ -189,7 +189,7 @@ def test_every_shape_of_a_profile_grid_can_run(bounds: EngineBounds, quick: bool
     assert all(new + decodes <= bounds.chunk_tokens for new, decodes in result.mixed)
 
 
-def with_engine(use: Callable[[ClientSession, str], Awaitable[None]]) -> None:
+def run_with_engine(use: Callable[[ClientSession, str], Awaitable[None]]) -> None:
     """An engine behind HTTP in this process, as long as `use` runs."""
 
     async def inner() -> None:
@@ -216,7 +216,7 @@ def test_engine_is_profiled_over_http() -> None:
         profile_points.extend([point async for point in bench.points(GRID, bounds)])
         assert bench.model == "small"
 
-    with_engine(use)
+    run_with_engine(use)
     shapes = [(p.chunk_new, p.chunk_cached, p.decodes) for p in profile_points]
     assert shapes[:4] == [(16, 0, 0), (64, 0, 0), (16, 64, 0), (64, 64, 0)]
     assert shapes[4:] == [(0, 0, 1), (0, 0, 4), (16, 0, 4)] * 2
@@ -237,7 +237,7 @@ def test_unmeasurable_engine_is_refused_with_its_reason() -> None:
         with pytest.raises(InputError, match="cannot be reached"):
             await HttpBench(client, "http://127.0.0.1:9", 64).look()
 
-    with_engine(use)
+    run_with_engine(use)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from engine_models import KINDS, opened, prompt, run, runner
+from engine_models import KINDS, logits_of, open_row, prompt, runner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -129,9 +129,9 @@ def test_corrupted_block_table_is_detected() -> None:
         BlockTables((WindowGroup(None, 0),), 2, 64)
 
 
-def computed(engine: Runner, tokens: list[int]) -> int:
-    row = opened(engine, len(tokens))
-    run(engine, row, tokens, [len(tokens)])
+def computed_row(engine: Runner, tokens: list[int]) -> int:
+    row = open_row(engine, len(tokens))
+    logits_of(engine, row, tokens, [len(tokens)])
     return row
 
 
@@ -139,7 +139,7 @@ def keep(cache: PrefixCache, engine: Runner, row: int, tokens: list[int]) -> Non
     cache.keep(tokens, len(tokens), lambda layer, start, stop: pack(engine, row, layer, start, stop))
 
 
-def same(kv_chunks: list[KvChunk], engine: Runner, row: int, stop: int) -> None:
+def assert_equal_chunks(kv_chunks: list[KvChunk], engine: Runner, row: int, stop: int) -> None:
     layers = range(engine.config.model.layer_count)
     expected = {(p.layer, p.part): p for layer in layers for p in pack(engine, row, layer, 0, stop)}
     assert {(chunk.layer, chunk.part) for chunk in kv_chunks} == set(expected)
@@ -158,14 +158,14 @@ def same(kv_chunks: list[KvChunk], engine: Runner, row: int, stop: int) -> None:
 @pytest.mark.parametrize("length", [7, 32, 75])
 def test_kept_prefix_is_found_with_its_contents(kind: str, length: int) -> None:
     engine, tokens = runner(KINDS[kind], rows=2, blocks=40), prompt(length)
-    row = computed(engine, tokens)
+    row = computed_row(engine, tokens)
     cache = PrefixCache(KINDS[kind], 10_000_000, "salt")
     keep(cache, engine, row, tokens)
     cache.verify()
     held, chunks = cache.find([*tokens, 1], length)
     assert held == (length if cache.exact else length // 16 * 16)
     if held == length:
-        same(chunks, engine, row, held)
+        assert_equal_chunks(chunks, engine, row, held)
     assert cache.find(tokens[: length - 1], length - 1)[0] == (0 if cache.exact else (length - 1) // 16 * 16)
     assert PrefixCache(KINDS[kind], 10_000_000, "salt").find(tokens, length) == (0, [])
     assert cache._pool is None or cache.exact == KINDS[kind].model.exact_prefix
@@ -175,7 +175,7 @@ def test_kept_prefix_is_found_with_its_contents(kind: str, length: int) -> None:
 @pytest.mark.parametrize("length", [7, 40])
 def test_prefixes_are_shared_only_under_one_salt(kind: str, length: int, tmp_path: Path) -> None:
     engine, tokens = runner(KINDS[kind], rows=2, blocks=40), prompt(length)
-    row = computed(engine, tokens)
+    row = computed_row(engine, tokens)
     disk = DiskTier(tmp_path, 10_000_000)
     cache = PrefixCache(KINDS[kind], 10_000_000, "model", disk)
 
@@ -199,7 +199,7 @@ def test_prefixes_are_shared_only_under_one_salt(kind: str, length: int, tmp_pat
 def test_prefixes_on_disk_are_found_after_a_restart(kind: str, tmp_path: Path) -> None:
     engine = runner(KINDS[kind], rows=3, blocks=80)
     one, two = prompt(64, 1), prompt(64, 2)
-    rows = [computed(engine, one), computed(engine, two)]
+    rows = [computed_row(engine, one), computed_row(engine, two)]
     sizes = PrefixCache(KINDS[kind], 10_000_000)
     keep(sizes, engine, rows[0], one)
     room = int(sizes.used_bytes * 1.2)  # for one of them
@@ -211,5 +211,5 @@ def test_prefixes_on_disk_are_found_after_a_restart(kind: str, tmp_path: Path) -
     keep(again, engine, rows[1], two)
     held, chunks = again.find([*one, 5], 64)
     assert held == 64
-    same(chunks, engine, rows[0], 64)
+    assert_equal_chunks(chunks, engine, rows[0], 64)
     again.verify()

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_helpers import carry
+from loop_helpers import transfer_kv
 from mock_helpers import HYBRID, LLAMA, TIMER, VOCAB, WINDOWED, WORDS, MockLoopHarness, executor
 
 from potluck.core.errors import CapacityError, FormatError, InputError
@@ -102,7 +102,7 @@ def test_mock_tokens_do_not_depend_on_segments_chunks_or_resumption(
         stop = None if last else places[n + 1]
         key = brain_loop.submit(tokens, rest if last else 0, start=start, stop=stop, sampling=way)
         if before is not None:
-            carry(before[0], before[1], brain_loop, key, late=late)
+            transfer_kv(before[0], before[1], brain_loop, key, late=late)
         before = brain_loop, key
     harnesses[-1].run()
     assert harnesses[-1].tokens(key) == expected[streamed:]
@@ -131,7 +131,7 @@ def test_mock_tokens_do_not_depend_on_batch_or_preemption() -> None:
 # Wrong KV.
 
 
-def arrival(chunks: list[KvChunk], tokens: list[int], start: int = 0) -> None:
+def receive_and_draw(chunks: list[KvChunk], tokens: list[int], start: int = 0) -> None:
     """Put chunks of [start, all of these) into a row, and draw a token behind them."""
     made = executor(SIZE)
     row = made.open()
@@ -148,7 +148,7 @@ def test_mock_engine_accepts_only_kv_of_the_same_tokens() -> None:
     tokens = prompt(50)
     layers = range(KvSizes(LLAMA).layers)
     right = [chunk_of(after(NOTHING, tokens), layer, 0, 50) for layer in layers]
-    arrival(right, tokens)
+    receive_and_draw(right, tokens)
     other = [chunk_of(after(NOTHING, [*tokens[:-1], 0]), layer, 0, 50) for layer in layers]
     flipped = replace(right[3], data=bytes([right[3].data[0] ^ 4]) + bytes(right[3].data)[1:])
     for wrong, says in (
@@ -161,9 +161,9 @@ def test_mock_engine_accepts_only_kv_of_the_same_tokens() -> None:
         ([replace(right[0], shape=(2, 8)), *right[1:]], "expected float32 \\[1, 16\\]"),
     ):
         with pytest.raises(FormatError, match=says):
-            arrival(wrong, tokens)
+            receive_and_draw(wrong, tokens)
     with pytest.raises(InputError, match="does not go on from the 0 tokens held"):
-        arrival(right, tokens, start=10)
+        receive_and_draw(right, tokens, start=10)
 
 
 def test_mock_step_beyond_the_held_tokens_is_refused() -> None:

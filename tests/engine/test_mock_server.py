@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from click.testing import CliRunner
 from mock_helpers import A100, FAST, LLAMA, mock_service
-from server_helpers import Client, face, make_service, tokens_in
+from server_helpers import Client, engine_client, make_service, tokens_in
 
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.cli.main import cli
@@ -30,7 +30,7 @@ TOKENS = [token % 4000 for token in range(7, 7 + 13 * 90, 13)]
 GREEDY = {"max_tokens": 10}
 
 
-async def handed_over(one: Client, two: Client, stop: int, **fields: object) -> tuple[list[int], Any]:
+async def transfer_tokens(one: Client, two: Client, stop: int, **fields: object) -> tuple[list[int], Any]:
     """Prefill at one, decode at the other: the tokens, and the sender's end."""
     handle = new_handle()
     sender = asyncio.create_task(one.segment(TOKENS, stop=stop, handle=handle, **fields))
@@ -46,9 +46,9 @@ async def test_mock_kv_transfers_give_equal_tokens_and_report_emulated_bytes(
     """Also where the answer is over before the connections that brought the cache have ended."""
     ended = KvFetch._stop
     monkeypatch.setattr(KvFetch, "_stop", lambda fetch: (time.sleep(late_s), ended(fetch)))
-    async with face(mock_service()) as one, face(mock_service()) as two:
+    async with engine_client(mock_service()) as one, engine_client(mock_service()) as two:
         expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
-        tokens, end = await handed_over(one, two, 70, codec=codec)
+        tokens, end = await transfer_tokens(one, two, 70, codec=codec)
         assert (tokens, end["ended"]) == (expected, "handed_on")
         await one.until_idle()
         await two.until_idle()
@@ -71,26 +71,26 @@ async def test_mock_engine_refuses_lossy_prefixes_and_kv_of_another_model() -> N
     """What came in fewer bits does not become a prefix; and a sender of another model is not understood."""
 
     other = mock_service(mean_output=30)
-    async with face(mock_service(RequestLimits(attach_s=0.3))) as one, face(other) as two:
+    async with engine_client(mock_service(RequestLimits(attach_s=0.3))) as one, engine_client(other) as two:
         handle = new_handle()
         sender = asyncio.create_task(one.segment(TOKENS, stop=70, handle=handle))
         status, body = await two.segment(TOKENS, start=70, source={"kv": one.kv, "handle": handle}, **GREEDY)
         assert (status, body["error"]["code"]) == (424, "hand_over")
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
-    async with face(mock_service()) as one, face(mock_service()) as two:
-        await handed_over(one, two, 70, codec="int8")
+    async with engine_client(mock_service()) as one, engine_client(mock_service()) as two:
+        await transfer_tokens(one, two, 70, codec="int8")
         assert (await two.get("/cache"))[1]["reports"][0]["added"] == []
-        await handed_over(one, two, 70)
+        await transfer_tokens(one, two, 70)
         assert len((await two.get("/cache"))[1]["reports"][0]["added"]) == 6
 
 
-def keys_of(value: object) -> object:
+def document_shape(value: object) -> object:
     """The shape of a JSON document: keys all the way down, and kinds of values."""
     if isinstance(value, dict):
-        return {key: keys_of(item) for key, item in value.items() if key != "notes"}
+        return {key: document_shape(item) for key, item in value.items() if key != "notes"}
     if isinstance(value, list):
-        return [keys_of(item) for item in value[:1]]
+        return [document_shape(item) for item in value[:1]]
     return (
         "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
     )
@@ -100,7 +100,7 @@ async def test_mock_status_cache_and_metrics_equal_those_of_a_real_engine() -> N
     result = []
     for make in (lambda: make_service("full"), mock_service):
         tokens = [token % 90 for token in range(64)]
-        async with face(make()) as client:
+        async with engine_client(make()) as client:
             ends = (await client.segment(tokens, max_tokens=4))[1][-1]
             assert (await client.segment(tokens, max_tokens=4))[1][-1]["cached_tokens"] == 48
             pages = {path: (await client.get(path))[1] for path in ("/status", "/cache", "/role", "/health")}
@@ -109,7 +109,7 @@ async def test_mock_status_cache_and_metrics_equal_those_of_a_real_engine() -> N
                 for line in (await client.get("/metrics"))[1].splitlines()
                 if line and not line.startswith("#") and "emulated" not in line
             }
-            result.append((keys_of(ends), keys_of(pages), names))
+            result.append((document_shape(ends), document_shape(pages), names))
             assert len(pages["/cache"]["reports"][0]["added"]) == 4
             if make is mock_service:
                 assert pages["/status"]["total_blocks"] == emulated_blocks(LLAMA, A100, 1)
@@ -118,7 +118,7 @@ async def test_mock_status_cache_and_metrics_equal_those_of_a_real_engine() -> N
 
 
 async def test_mock_drain_roles_and_text_equal_those_of_a_real_engine() -> None:
-    async with face(mock_service()) as client:
+    async with engine_client(mock_service()) as client:
         asked = {"model": "tiny", "prompt": "Call me", "max_tokens": 9, "seed": 3, "stream": True}
         events = (await client.post("/v1/completions", asked))[1]
         text = "".join(event["choices"][0]["text"] for event in events)
@@ -152,7 +152,7 @@ async def test_engine_with_exit_on_drain_ends_after_its_last_request() -> None:
 
 
 async def test_disconnected_clients_free_all_mock_rows() -> None:
-    async with face(mock_service()) as client:
+    async with engine_client(mock_service()) as client:
         tasks = [asyncio.create_task(client.segment([n + 1] * 50, max_tokens=5000)) for n in range(12)]
         await asyncio.sleep(0.3)
         for task in tasks:
@@ -229,7 +229,7 @@ def test_incompatible_serve_options_are_refused(flags: list[str], says: str) -> 
 
 
 async def test_pace_of_a_mock_engine_can_be_changed_and_of_a_real_one_not() -> None:
-    async with face(mock_service()) as one, face(make_service()) as real:
+    async with engine_client(mock_service()) as one, engine_client(make_service()) as real:
         status, text = await one.post("/pace", {"pace": 3})
         assert (status, text) == (200, {"pace": 3})
         for wrong in ({"pace": 0}, {"pace": "fast"}, {}, {"pace": 2, "more": 1}):

@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from check_checkpoints import compare, documented, refusal
-from engine_models import KINDS, LATENT, LINEAR, SIGMOID_MOE, VOCAB, opened, prompt, run, runner, same, stack
+from engine_models import (
+    KINDS,
+    LATENT,
+    LINEAR,
+    SIGMOID_MOE,
+    VOCAB,
+    equal_logits,
+    logits_of,
+    open_row,
+    prompt,
+    runner,
+    stack,
+)
 from hugging_face_models import load, make
 from odd_configs import ABSENT, Case, cases
 from reference_model import FreshWeights, ReferenceModel
@@ -30,7 +42,7 @@ def test_engine_logits_equal_the_reference_model(kind: str) -> None:
     with torch.no_grad():
         expected = ReferenceModel(config, RandomSource(7))(torch.tensor([TOKENS]))[0]
     engine = runner(config)
-    completed = run(engine, opened(engine, 90), TOKENS, [33, 1, 1, 55])
+    completed = logits_of(engine, open_row(engine, 90), TOKENS, [33, 1, 1, 55])
     assert float(expected.std()) > 0.1
     torch.testing.assert_close(completed, expected, atol=5e-5, rtol=5e-5)
 
@@ -62,22 +74,22 @@ def test_trained_model_gives_equal_logits_in_the_engine(tmp_path: Path) -> None:
     tokens = pattern[0].tolist()
     with torch.no_grad():
         expected = reference(pattern)[0]
-    completed = run(engine, opened(engine, 24), tokens, [5] * 9)
+    completed = logits_of(engine, open_row(engine, 24), tokens, [5] * 9)
     torch.testing.assert_close(completed, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_reused_row_keeps_no_state() -> None:
     engine = runner(KINDS["hybrid"], rows=1)
-    expected = run(engine, opened(engine, 90), TOKENS, [90])
+    expected = logits_of(engine, open_row(engine, 90), TOKENS, [90])
     engine.tables.close(0)
-    run(engine, opened(engine, 90), prompt(90, seed=6), [90])
+    logits_of(engine, open_row(engine, 90), prompt(90, seed=6), [90])
     engine.tables.close(0)
-    assert same(run(engine, opened(engine, 90), TOKENS, [90]), expected)
+    assert equal_logits(logits_of(engine, open_row(engine, 90), TOKENS, [90]), expected)
 
 
 def test_invalid_steps_are_refused_without_side_effects() -> None:
     engine = runner(KINDS["hybrid"])
-    row, other = opened(engine, 32), opened(engine, 32)
+    row, other = open_row(engine, 32), open_row(engine, 32)
     for works in (
         [],
         [SequenceWork(row, 1, [1])],
@@ -96,7 +108,7 @@ def test_invalid_steps_are_refused_without_side_effects() -> None:
 def test_randomly_initialised_model_of_every_layer_kind_runs() -> None:
     config: EngineModelConfig = KINDS["hybrid"]
     engine = Runner(config, FreshWeights(1), RunnerSize(rows=1, blocks=10, max_tokens=64))
-    assert bool(torch.isfinite(run(engine, opened(engine, 50), TOKENS[:50], [50])).all())
+    assert bool(torch.isfinite(logits_of(engine, open_row(engine, 50), TOKENS[:50], [50])).all())
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from potluck.engine.compute.logit_edits import LogitEdit, LogitEdits
 from potluck.engine.compute.sample import FIRST_LOOK, chance, sample
 
 
-def rows(count: int, vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
+def random_logits(count: int, vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
     return torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
@@ -36,14 +36,14 @@ VOCABS = st.sampled_from([1, 2, 7, FIRST_LOOK - 1, FIRST_LOOK, FIRST_LOOK + 1, 7
 SHAPES = st.sampled_from(["spread", "ties", "flat", "sharp"])
 
 
-def shaped(count: int, vocab: int, shape: str, seed: int) -> torch.Tensor:
-    logits = rows(count, vocab, seed)
+def shaped_logits(count: int, vocab: int, shape: str, seed: int) -> torch.Tensor:
+    logits = random_logits(count, vocab, seed)
     if shape == "ties":  # few values, as where logits have few bits
         return logits.round()
     return logits * {"spread": 1.0, "flat": 0.0, "sharp": 20.0}[shape]
 
 
-def by_hand(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+def sampled_by_definition(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     """The definition, one token at a time: cuts go by likelihood, the draw by the vocabulary's order."""
     values = logits.double().numpy()
     if sampling.temperature == 0:
@@ -73,9 +73,11 @@ def by_hand(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
 def test_batched_sampling_equals_the_definition_per_row(
     batch: list[tuple[Sampling, int]], vocab: int, seed: int
 ) -> None:
-    logits = rows(len(batch), vocab, seed)
+    logits = random_logits(len(batch), vocab, seed)
     result = sample(logits, [sampling for sampling, _ in batch], [position for _, position in batch])
-    expected = [by_hand(logits[i], sampling, position) for i, (sampling, position) in enumerate(batch)]
+    expected = [
+        sampled_by_definition(logits[i], sampling, position) for i, (sampling, position) in enumerate(batch)
+    ]
     assert [sampled_token.token for sampled_token in result] == expected
 
 
@@ -90,7 +92,7 @@ def test_sampled_row_does_not_depend_on_other_rows(
     batch: list[tuple[Sampling, int]], vocab: int, shape: str, seed: int
 ) -> None:
     """Token, log probability and the likeliest ones, to the last bit."""
-    logits = shaped(len(batch), vocab, shape, seed)
+    logits = shaped_logits(len(batch), vocab, shape, seed)
     ways, positions = [sampling for sampling, _ in batch], [position for _, position in batch]
     alone = [sample(logits[i : i + 1], ways[i : i + 1], positions[i : i + 1])[0] for i in range(len(batch))]
     assert sample(logits, ways, positions) == alone
@@ -104,7 +106,7 @@ CUTS = [{"top_k": 1}, {"top_k": 40}, {"top_k": 1000}, {"top_p": 0.9}, {"min_p": 
 @pytest.mark.parametrize("shape", ["spread", "ties", "flat"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_row_without_cutoff_samples_the_same_beside_rows_with_one(cut: dict[str, float], shape: str) -> None:
-    logits = shaped(2, 900, shape, seed=4)
+    logits = shaped_logits(2, 900, shape, seed=4)
     for own in ({}, *CUTS):
         mine = [Sampling(temperature=1.0, seed=seed, **own) for seed in range(12)]  # type: ignore[arg-type]
         other = Sampling(temperature=1.0, seed=9, **cut)  # type: ignore[arg-type]
@@ -123,7 +125,7 @@ def test_tokens_of_equal_probability_are_ordered_by_id() -> None:
 
 
 def test_cutoffs_that_keep_all_tokens_change_no_sample() -> None:
-    logits = rows(1, 600, seed=8)
+    logits = random_logits(1, 600, seed=8)
     for seed in range(40):
         plain = sample(logits, [Sampling(temperature=1.0, seed=seed)], [2])
         assert plain == sample(logits, [Sampling(temperature=1.0, seed=seed, top_k=600)], [2])
@@ -131,7 +133,7 @@ def test_cutoffs_that_keep_all_tokens_change_no_sample() -> None:
 
 
 def test_samples_follow_the_softmax_distribution() -> None:
-    logits, count = rows(1, 12, seed=3, spread=1.0), 20_000
+    logits, count = random_logits(1, 12, seed=3, spread=1.0), 20_000
     sampling = Sampling(temperature=0.8, seed=11)
     tokens = [
         sampled_token.token
@@ -152,7 +154,7 @@ def test_flat_distribution_with_top_p_samples_from_the_whole_vocabulary() -> Non
 
 
 def test_sample_depends_only_on_seed_and_position() -> None:
-    logits = rows(1, 500, seed=5)
+    logits = random_logits(1, 500, seed=5)
     ways = [Sampling(temperature=1.0, seed=seed) for seed in range(40)]
     draws = [[sample(logits, [sampling], [place])[0].token for place in range(30)] for sampling in ways]
     assert draws == [
@@ -166,7 +168,7 @@ def test_sample_depends_only_on_seed_and_position() -> None:
 
 
 def test_log_probabilities_are_those_of_the_unmodified_model() -> None:
-    logits = rows(3, 50, seed=6)
+    logits = random_logits(3, 50, seed=6)
     ways = [Sampling(logprobs=3), Sampling(temperature=2.0, seed=1, logprobs=0), Sampling()]
     greedy, drawn, silent = sample(logits, ways, [4, 5, 6])
     expected = torch.log_softmax(logits.double(), -1)
@@ -223,7 +225,7 @@ def logits(seed: int, scale: float = 5.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(VOCAB) * scale).astype(np.float32)
 
 
-def by_the_formula(
+def edited_by_formula(
     row: np.ndarray, sampling: Sampling, prompt: list[int], output: list[int]
 ) -> dict[int, np.floating[Any]]:
     """As vLLM and OpenAI write it down, token by token."""
@@ -253,7 +255,7 @@ def test_penalties_and_biases_equal_the_formula(
     row, edits = logits(seed), LogitEdits(way, prompt, 0, None)
     for token in output:
         edits.drew((token,))
-    right = by_the_formula(row, way, prompt, output)
+    right = edited_by_formula(row, way, prompt, output)
     best = sorted(right, key=lambda token: -right[token])
     assume(right[best[0]] != right[best[1]])
     assert likeliest(row, edits.next()) == best[0]
@@ -270,11 +272,11 @@ def test_logit_edits_depend_only_on_prompt_and_output(
     cut = data.draw(st.integers(0, len(output)))
     later = LogitEdits(way, prompt + output[:cut], cut, None)
     later.drew(output[cut:])
-    right = changes(whole.next())
-    assert changes(later.next()) == right
+    right = edit_changes(whole.next())
+    assert edit_changes(later.next()) == right
 
 
-def changes(edit: LogitEdit) -> set[tuple[float, ...]]:
+def edit_changes(edit: LogitEdit) -> set[tuple[float, ...]]:
     columns = (edit.tokens, edit.bias, edit.repetition, edit.penalty)
     result = set(zip(*(column.tolist() for column in columns), strict=True))
     return {item for item in result if item[1:] != (0.0, 1.0, 0.0)}

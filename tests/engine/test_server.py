@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_models import EXACT, VOCAB, prompt
 from loop_helpers import harness
-from server_helpers import NAME, Client, face, make_service, played, tokens_in
+from server_helpers import NAME, Client, engine_client, make_service, run_async, tokens_in
 
 from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
@@ -30,7 +30,7 @@ def expected() -> list[int]:
     return harness("hybrid").answer(TOKENS, OUTPUT)
 
 
-async def pair(sender: Client, receiver: Client, cut: int, **fields: object) -> tuple[Any, Any]:
+async def transfer_pair(sender: Client, receiver: Client, cut: int, **fields: object) -> tuple[Any, Any]:
     handle = new_handle()
     source = {"kv": sender.kv, "handle": handle}
     return await asyncio.gather(
@@ -40,14 +40,14 @@ async def pair(sender: Client, receiver: Client, cut: int, **fields: object) -> 
 
 
 async def test_request_segments_on_two_engines_answer_like_one(expected: list[int]) -> None:
-    async with face(make_service()) as one, face(make_service()) as two:
+    async with engine_client(make_service()) as one, engine_client(make_service()) as two:
         status, lines = await one.segment(TOKENS, max_tokens=OUTPUT)
         assert status == 200
         assert tokens_in(lines) == expected
         assert lines[-1]["ended"] == "length"
         assert lines[-1]["output_tokens"] == OUTPUT
         for cut in (1, 33, 64, 90):
-            (a, sent), (b, got) = await pair(one, two, cut)
+            (a, sent), (b, got) = await transfer_pair(one, two, cut)
             assert (a, b) == (200, 200)
             assert tokens_in(got) == expected
             assert sent[-1]["ended"] == "handed_on"
@@ -56,7 +56,7 @@ async def test_request_segments_on_two_engines_answer_like_one(expected: list[in
 
 
 async def test_engine_role_does_not_limit_what_an_engine_can_do(expected: list[int]) -> None:
-    async with face(make_service()) as one:
+    async with engine_client(make_service()) as one:
         running = asyncio.create_task(one.segment(TOKENS, max_tokens=200, ignore_eos=True))
         while not (await one.get("/status"))[1]["running"]:
             await asyncio.sleep(0.01)
@@ -82,7 +82,7 @@ async def test_engine_role_does_not_limit_what_an_engine_can_do(expected: list[i
 
 
 async def test_draining_engine_refuses_new_requests_and_finishes_running_ones() -> None:
-    async with face(make_service()) as one:
+    async with engine_client(make_service()) as one:
         running = asyncio.create_task(one.segment(TOKENS, max_tokens=100, ignore_eos=True))
         while not (await one.get("/status"))[1]["running"]:
             await asyncio.sleep(0.01)
@@ -101,7 +101,7 @@ async def test_draining_engine_refuses_new_requests_and_finishes_running_ones() 
 
 
 async def test_disconnected_client_cancels_its_segment() -> None:
-    async with face(make_service()) as one:
+    async with engine_client(make_service()) as one:
         body = {"request": "r", "model": NAME, "tokens": TOKENS, "max_tokens": 400, "ignore_eos": True}
         async with one.session.post(one.url + "/segments", json=body) as reply:
             await reply.content.readline()
@@ -113,7 +113,7 @@ async def test_disconnected_client_cancels_its_segment() -> None:
 
 
 async def test_unfetched_cache_is_freed_after_its_lease() -> None:
-    async with face(make_service(limits=QUICK)) as one:
+    async with engine_client(make_service(limits=QUICK)) as one:
         status, lines = await one.segment(TOKENS, stop=50)
         assert status == 200
         assert [next(iter(line)) for line in lines] == ["handle", "computed", "ended"]
@@ -145,7 +145,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_invalid_segments_are_refused_in_one_line() -> None:
-    async with face(make_service(limits=QUICK)) as one:
+    async with engine_client(make_service(limits=QUICK)) as one:
         for fields, says in WRONG:
             body = {"request": "r", "model": NAME, "tokens": [1, 2, 3], "max_tokens": 4, **fields}
             if "stop" in fields:
@@ -167,7 +167,7 @@ async def test_invalid_segments_are_refused_in_one_line() -> None:
 async def test_too_many_requests_are_refused_and_a_deadline_ends_one() -> None:
     limits = RequestLimits(open_requests=2, deadline_s=1.5, handover_s=30)
 
-    async with face(make_service(limits=limits)) as one:
+    async with engine_client(make_service(limits=limits)) as one:
         # Two that wait until their caches are fetched, which nobody does.
         slow = [asyncio.create_task(one.segment(TOKENS, stop=50)) for _ in range(2)]
         while one.service.open_requests < 2:
@@ -181,7 +181,7 @@ async def test_too_many_requests_are_refused_and_a_deadline_ends_one() -> None:
 
 
 async def test_api_key_protects_every_path_but_health() -> None:
-    async with face(make_service(), key="a secret") as one:
+    async with engine_client(make_service(), key="a secret") as one:
         assert (await one.get("/status"))[0] == 200
         one.headers = {"Authorization": "Bearer another"}
         for path in ("/status", "/v1/models", "/metrics", "/role"):
@@ -192,7 +192,7 @@ async def test_api_key_protects_every_path_but_health() -> None:
 
 
 async def test_status_and_metrics_count_requests_tokens_and_prefix_hits() -> None:
-    async with face(make_service()) as one:
+    async with engine_client(make_service()) as one:
         await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
         await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
         await one.until_idle()
@@ -218,7 +218,7 @@ async def test_status_and_metrics_count_requests_tokens_and_prefix_hits() -> Non
 
 
 async def test_failed_engine_loop_answers_every_request_with_an_error() -> None:
-    async with face(make_service()) as one:
+    async with engine_client(make_service()) as one:
 
         def broken(*_: object) -> object:
             raise KeyError("a bug")
@@ -238,7 +238,7 @@ SALTED_TOKENS = prompt(70)
 @pytest.mark.parametrize("kind", ["full-fancy", "hybrid"])
 async def test_equal_prefixes_are_shared_only_under_the_same_salt(kind: str) -> None:
     service = make_service(kind)
-    async with face(service) as one:
+    async with engine_client(service) as one:
 
         async def cached(**fields: object) -> int:
             status, lines = await one.segment(SALTED_TOKENS, max_tokens=3, **fields)
@@ -280,7 +280,7 @@ LOST_TOKENS, LOST_OUTPUT, LEAST = prompt(40), 24, 14
 ENDS = list(range(0, VOCAB, 3))  # So many that an answer ends soon once it may.
 
 
-def drawn(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def token_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "token" in line]
 
 
@@ -294,7 +294,10 @@ def drawn(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ],
 )
 async def test_resumed_request_continues_with_the_same_tokens(kind: str, way: dict[str, Any]) -> None:
-    async with face(make_service(kind)) as one, face(make_service(kind, prefix_cache_bytes=0)) as two:
+    async with (
+        engine_client(make_service(kind)) as one,
+        engine_client(make_service(kind, prefix_cache_bytes=0)) as two,
+    ):
 
         def rest(k: int, so_far: list[int]) -> dict[str, Any]:
             """What is left to ask for once k tokens are there."""
@@ -302,7 +305,7 @@ async def test_resumed_request_continues_with_the_same_tokens(kind: str, way: di
             return {"tokens": LOST_TOKENS + so_far[:k], "sampling": way, "end_tokens": ENDS, **left}
 
         _, lines = await one.segment(**rest(0, []))
-        whole, last = drawn(lines), lines[-1]
+        whole, last = token_lines(lines), lines[-1]
         tokens = tokens_in(lines)
         assert len(tokens) >= LEAST
         assert not set(tokens[: LEAST - 1]) & set(ENDS)
@@ -311,7 +314,7 @@ async def test_resumed_request_continues_with_the_same_tokens(kind: str, way: di
                 continue
             for engine in (one, two):
                 _, again = await engine.segment(**rest(k, tokens))
-                assert drawn(again) == whole[k:], k
+                assert token_lines(again) == whole[k:], k
                 assert again[-1]["ended"] == last["ended"]
         # The same over a hand-over, cut within what was streamed.
         asked, source = rest(6, tokens), {"kv": one.kv, "handle": new_handle()}
@@ -319,10 +322,10 @@ async def test_resumed_request_continues_with_the_same_tokens(kind: str, way: di
         _, (_, again) = await asyncio.gather(
             one.segment(**cut), two.segment(**asked, start=43, source=source)
         )
-        assert drawn(again) == whole[6:]
+        assert token_lines(again) == whole[6:]
 
 
-def read(answer: dict[str, Any], replica: str) -> list[CacheReported]:
+def read_cache_reports(answer: dict[str, Any], replica: str) -> list[CacheReported]:
     return [
         CacheReported(
             replica,
@@ -346,14 +349,14 @@ async def test_prefix_index_follows_the_cache_reports_of_an_engine(
 
     index, quick, seen = PrefixIndex(), PrefixIndex(), 0
     service = make_service(kind)
-    async with face(service) as engine:
+    async with engine_client(service) as engine:
         for number in range(5):
             tokens = prompt(70 + 16 * number)
             status, lines = await engine.segment(tokens, max_tokens=2)
             assert status == 200
             assert len(tokens_in(lines)) == 2
             _, answer = await engine.get(f"/cache?epoch={service.feed.epoch}&after={seen}")
-            for report in read(answer, "e"):
+            for report in read_cache_reports(answer, "e"):
                 assert not quick.apply(report, "here")
                 seen = report.sequence
             whole = len(tokens) // 16
@@ -363,7 +366,7 @@ async def test_prefix_index_follows_the_cache_reports_of_an_engine(
         # One who comes later than reports are kept, or knows another epoch, gets all at once.
         for query in ("", "?after=1", f"?epoch={service.feed.epoch}&after=1", "?epoch=1&after=3"):
             _, answer = await engine.get(f"/cache{query}")
-            (report,) = read(answer, "e")
+            (report,) = read_cache_reports(answer, "e")
             assert report.whole
             assert not index.apply(report, "here")
         assert index.blocks_by_replica() == quick.blocks_by_replica()
@@ -375,11 +378,11 @@ async def test_prefix_index_follows_the_cache_reports_of_an_engine(
 def test_prefix_cache_on_disk_survives_a_restart(tmp_path: Path) -> None:
     async def scenario(expected: int) -> None:
         service = make_service("full", prefix_cache_dir=tmp_path)
-        async with face(service) as engine:
+        async with engine_client(service) as engine:
             await engine.segment(prompt(20), max_tokens=1)
             _, lines = await engine.segment(prompt(90), max_tokens=2)
             assert lines[-1]["cached_tokens"] >= expected
 
-    played(lambda: scenario(0))
+    run_async(lambda: scenario(0))
     assert any(path.is_file() for path in tmp_path.rglob("*"))
-    played(lambda: scenario(64))
+    run_async(lambda: scenario(64))

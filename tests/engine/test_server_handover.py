@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kv_helpers import FrameReader
 from loop_helpers import harness
 from mock_helpers import MockLoopHarness, mock_service
-from server_helpers import TRIAL, Client, face, make_service, played, tokens_in
+from server_helpers import TRIAL, Client, engine_client, make_service, run_async, tokens_in
 
 from potluck.core.errors import InputError
 from potluck.core.values.kv import wire_of
@@ -59,7 +59,10 @@ def _where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_transfer_handle_is_valid_for_one_request_only() -> None:
-    async with face(make_service(limits=RequestLimits(attach_s=0.3))) as one, face(make_service()) as two:
+    async with (
+        engine_client(make_service(limits=RequestLimits(attach_s=0.3))) as one,
+        engine_client(make_service()) as two,
+    ):
         handle = new_handle()
         segment = asyncio.create_task(one.segment(TOKENS, stop=50, handle=handle))
         source = {"kv": one.kv, "handle": handle}
@@ -78,7 +81,7 @@ async def test_transfer_handle_is_valid_for_one_request_only() -> None:
         assert (await two.segment(TOKENS, **right))[0] == 424
 
 
-def fetching() -> int:
+def fetch_thread_count() -> int:
     return sum(thread.name.startswith("kv-in") for thread in threading.enumerate())
 
 
@@ -87,11 +90,11 @@ def fetching() -> int:
 async def test_disconnected_client_stops_its_kv_transfer(sends: bool) -> None:
     """A receiver whose cache never comes, or a sender whose receiver is there already: nobody waits for them."""
 
-    async with face(make_service()) as one, face(make_service()) as two:
+    async with engine_client(make_service()) as one, engine_client(make_service()) as two:
         handle = new_handle()
         source = {"kv": one.kv, "handle": handle}
         receiver = asyncio.create_task(two.segment(TOKENS, start=50, max_tokens=1, source=source))
-        while not fetching():
+        while not fetch_thread_count():
             await asyncio.sleep(0.01)
         if sends:
             sender = asyncio.create_task(one.segment(prompt(400), stop=390, handle=handle, request="s"))
@@ -103,10 +106,10 @@ async def test_disconnected_client_stops_its_kv_transfer(sends: bool) -> None:
         await one.until_idle()
         await two.until_idle()
         for _ in range(6000):
-            if not fetching():
+            if not fetch_thread_count():
                 break
             await asyncio.sleep(0.01)
-        assert not fetching()
+        assert not fetch_thread_count()
 
 
 @pytest.mark.usefixtures("_where")
@@ -121,7 +124,10 @@ async def test_kv_transfer_has_the_planned_bytes_and_is_reported_in_status(
     spy = lambda *args, degree, **more: opened.append(degree) or GroupFetch(*args, degree=degree, **more)  # noqa: E731
     monkeypatch.setattr(kv_connector, "GroupFetch", spy)
     wire, tokens, service = wire_of(Link("far", "near", 10.0, 0.018)), prompt(300), {"prefix_cache_bytes": 0}
-    async with face(make_service("reckoned", **service)) as one, face(make_service("reckoned")) as two:
+    async with (
+        engine_client(make_service("reckoned", **service)) as one,
+        engine_client(make_service("reckoned")) as two,
+    ):
         source = {"kv": one.kv, "handle": new_handle(), "connections": wire.connections}
         _, (_, body) = await asyncio.gather(
             one.segment(tokens, stop=256, handle=source["handle"], codec="raw" if codec == "fp16" else codec),
@@ -143,7 +149,7 @@ async def test_kv_transfer_has_the_planned_bytes_and_is_reported_in_status(
 
 async def test_kv_is_fetched_only_from_peers_and_ports_are_not_probed() -> None:
     service = make_service("full", limits=QUICK, kv=KvSettings(fleet=(("10.9.9.9", 1234),)))
-    async with face(service) as one:
+    async with engine_client(service) as one:
 
         async def asked(kv: str) -> tuple[int, Any]:
             source = {"kv": kv, "handle": new_handle()}
@@ -217,7 +223,7 @@ def wrong_sender(damage: str, handle: str) -> tuple[KvSender, str]:
 
 
 @contextmanager
-def rude(answer: bytes) -> Iterator[str]:
+def raw_server(answer: bytes) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -244,7 +250,7 @@ STATUS = {"refusal": 424, "unknown": 424, "nobody": 502, "cut": 502}
 @pytest.mark.usefixtures("_where")
 def test_damaged_kv_transfer_is_refused_and_the_engine_continues(damage: str, expected: list[int]) -> None:
     async def scenario(kv: str, handle: str) -> None:
-        async with face(make_service(limits=QUICK, prefix_cache_bytes=0)) as one:
+        async with engine_client(make_service(limits=QUICK, prefix_cache_bytes=0)) as one:
             source = {"kv": kv, "handle": handle}
             status, body = await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
             assert status == STATUS.get(damage, 422), body
@@ -255,19 +261,19 @@ def test_damaged_kv_transfer_is_refused_and_the_engine_continues(damage: str, ex
 
     handle = new_handle()
     if damage in ("noise", "cut"):
-        with rude(b"not a cache at all, but some text" if damage == "noise" else b"") as kv:
-            played(lambda: scenario(kv, handle))
+        with raw_server(b"not a cache at all, but some text" if damage == "noise" else b"") as kv:
+            run_async(lambda: scenario(kv, handle))
         return
     sender, kv = wrong_sender(damage, handle)
     if damage == "nobody":
         sender.close()
-    played(lambda: scenario(kv, handle))
+    run_async(lambda: scenario(kv, handle))
     sender.close()
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 async def test_lossy_kv_is_accepted_and_never_becomes_a_prefix(codec: str, expected: list[int]) -> None:
-    async with face(make_service()) as one, face(make_service()) as two:
+    async with engine_client(make_service()) as one, engine_client(make_service()) as two:
         for sent in (codec, "raw"):
             handle = new_handle()
             source = {"kv": one.kv, "handle": handle}
@@ -292,7 +298,11 @@ async def test_lossy_kv_is_accepted_and_never_becomes_a_prefix(codec: str, expec
 async def test_lossy_kv_is_passed_on_only_with_a_lossy_codec(second: str, status: int) -> None:
     """Else the third engine would take it for exact, and give it to others."""
 
-    async with face(make_service()) as one, face(make_service()) as two, face(make_service()) as three:
+    async with (
+        engine_client(make_service()) as one,
+        engine_client(make_service()) as two,
+        engine_client(make_service()) as three,
+    ):
         first, then = new_handle(), new_handle()
         answers = await asyncio.gather(
             one.segment(TOKENS, stop=40, handle=first, codec="int4"),
@@ -315,7 +325,7 @@ SHORT_LEASES = RequestLimits(handover_s=5.0, attach_s=0.3, lease_s=0.3, deadline
 KV = replace(TRIAL, sender=SenderLimits(lease_s=0.3, beat_s=0.1))
 
 
-def greeted(engine: Client, handle: str, stop: int) -> socket.socket:
+def greet_sender(engine: Client, handle: str, stop: int) -> socket.socket:
     host, _, port = engine.kv.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=5)
     bound = bound_to("r", engine.service.fingerprint, token_hash(LONG_TOKENS[:stop]))
@@ -323,19 +333,19 @@ def greeted(engine: Client, handle: str, stop: int) -> socket.socket:
     return connection
 
 
-def hear(connection: socket.socket, kind: type) -> None:
+def read_until(connection: socket.socket, kind: type) -> None:
     reader = FrameReader()
     while not any(isinstance(message, kind) for message, _ in reader.feed(connection.recv(1 << 16))):
         pass
 
 
-async def _died(engine: Client, after: type | None) -> list[dict[str, Any]]:
+async def _lines_after_receiver_death(engine: Client, after: type | None) -> list[dict[str, Any]]:
     """What a poster is told whose receiver attaches, hears so much, and is killed."""
     handle = new_handle()
     posted = asyncio.create_task(engine.segment(LONG_TOKENS, stop=50, handle=handle))
-    connection = await asyncio.to_thread(greeted, engine, handle, 50)
+    connection = await asyncio.to_thread(greet_sender, engine, handle, 50)
     if after is not None:
-        await asyncio.to_thread(hear, connection, after)
+        await asyncio.to_thread(read_until, connection, after)
     connection.close()
     status, lines = await posted
     assert status == 200
@@ -344,8 +354,8 @@ async def _died(engine: Client, after: type | None) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("after", [TransferOpening, ChunkPiece])
 async def test_dead_receiver_is_reported_to_the_client_of_the_sender(after: type) -> None:
-    async with face(make_service(limits=SHORT_LEASES, kv=KV)) as one:
-        lines = await _died(one, after)
+    async with engine_client(make_service(limits=SHORT_LEASES, kv=KV)) as one:
+        lines = await _lines_after_receiver_death(one, after)
         assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "receiver_gone")
         assert "heard of no more" in lines[-1]["problem"]
         assert lines[-1]["prompt_tokens"] == len(LONG_TOKENS)
@@ -355,13 +365,13 @@ async def test_dead_receiver_is_reported_to_the_client_of_the_sender(after: type
 async def test_queued_prefill_of_a_dead_receiver_is_not_computed() -> None:
     """It dies while the prompt still waits for its turn: the poster hears of it before that comes."""
 
-    async with face(make_service(limits=SHORT_LEASES, kv=KV, max_running=1)) as one:
+    async with engine_client(make_service(limits=SHORT_LEASES, kv=KV, max_running=1)) as one:
         others = [
             asyncio.create_task(one.segment(LONG_TOKENS, max_tokens=400, ignore_eos=True)) for _ in range(3)
         ]
         while not (await one.get("/status"))[1]["waiting"]:
             await asyncio.sleep(0.01)
-        lines = await _died(one, TransferOpening)
+        lines = await _lines_after_receiver_death(one, TransferOpening)
         assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "receiver_gone")
         assert not any("computed" in line for line in lines)
         for other in others:
@@ -371,7 +381,7 @@ async def test_queued_prefill_of_a_dead_receiver_is_not_computed() -> None:
 
 
 async def test_unfetched_cache_is_reported_to_its_client() -> None:
-    async with face(make_service(limits=SHORT_LEASES, kv=KV)) as one:
+    async with engine_client(make_service(limits=SHORT_LEASES, kv=KV)) as one:
         _, lines = await one.segment(LONG_TOKENS, stop=50)
         assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "not_fetched")
         assert [next(iter(line)) for line in lines] == ["handle", "computed", "ended"]
@@ -381,9 +391,9 @@ async def test_failed_receiver_is_reported_and_a_successful_one_is_not() -> None
     expected = harness("hybrid").answer(LONG_TOKENS, 3)
 
     async with (
-        face(make_service(limits=SHORT_LEASES, kv=KV)) as one,
-        face(make_service(kind="window", limits=SHORT_LEASES)) as other,
-        face(make_service(limits=SHORT_LEASES)) as two,
+        engine_client(make_service(limits=SHORT_LEASES, kv=KV)) as one,
+        engine_client(make_service(kind="window", limits=SHORT_LEASES)) as other,
+        engine_client(make_service(limits=SHORT_LEASES)) as two,
     ):
         for engine, ended in ((other, "error"), (two, "handed_on")):
             handle = new_handle()
@@ -405,7 +415,7 @@ FETCHES = 2  # That an engine has at once.
 RING_OUTPUT = 3
 
 
-class Leg:
+class TransferLeg:
     """A request that is computed at one harness and answered at another."""
 
     def __init__(self, sender: MockLoopHarness, receiver: MockLoopHarness, tokens: Sequence[int]) -> None:
@@ -437,7 +447,7 @@ class Leg:
         return sent[-1].last
 
 
-def finished(harnesses: list[MockLoopHarness], hops: list[Leg]) -> bool:
+def run_all(harnesses: list[MockLoopHarness], hops: list[TransferLeg]) -> bool:
     lines = {brain_loop: [hop for hop in hops if hop.receiver is brain_loop] for brain_loop in harnesses}
     still = 0
     while still < 50:
@@ -455,7 +465,7 @@ def harnesses_of(count: int, **fields: int) -> list[MockLoopHarness]:
     return [MockLoopHarness(**fields) for _ in range(count)]  # type: ignore[arg-type]
 
 
-def put_aside(brain_loop: MockLoopHarness, hops: list[Leg]) -> list[Leg]:
+def host_copied_legs(brain_loop: MockLoopHarness, hops: list[TransferLeg]) -> list[TransferLeg]:
     """Those whose chunks went out, though nobody came."""
     return [
         hop
@@ -468,10 +478,10 @@ def test_ring_of_transfers_fetched_in_reverse_order_completes() -> None:
     """Those that are fetched first are computed last: they wait for rows of caches that nobody fetches yet."""
     harnesses = harnesses_of(3)
     hops = [
-        Leg(harnesses[place % 3], harnesses[(place + 1) % 3], prompt(40 + place, seed=place))
+        TransferLeg(harnesses[place % 3], harnesses[(place + 1) % 3], prompt(40 + place, seed=place))
         for place in range(45)
     ]
-    assert finished(harnesses, hops[::-1])
+    assert run_all(harnesses, hops[::-1])
     assert all(hop.receiver.end(hop.target).reason == "length" for hop in hops)
     for brain_loop in harnesses:
         brain_loop.loop.check()
@@ -488,11 +498,13 @@ def test_random_transfers_between_engines_all_complete(
 ) -> None:
     chance, harnesses = Random(seed), harnesses_of(4, blocks=blocks)
     hops = [
-        Leg(harnesses[first], harnesses[(first + step) % 4], prompt(chance.randint(20, 250), seed=place))
+        TransferLeg(
+            harnesses[first], harnesses[(first + step) % 4], prompt(chance.randint(20, 250), seed=place)
+        )
         for place, (first, step) in enumerate(pairs)
     ]
     chance.shuffle(hops)
-    assert finished(harnesses, hops)
+    assert run_all(harnesses, hops)
     assert all(hop.receiver.end(hop.target).reason == "length" for hop in hops)
     for brain_loop in harnesses:
         brain_loop.loop.check()
@@ -500,15 +512,15 @@ def test_random_transfers_between_engines_all_complete(
 
 def test_unfetched_cache_leaves_its_row_only_when_another_request_waits() -> None:
     sender, receiver = harnesses_of(2)
-    hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(3)]
+    hops = [TransferLeg(sender, receiver, prompt(100, seed=place)) for place in range(3)]
     sender.run()
-    assert put_aside(sender, hops) == []
+    assert host_copied_legs(sender, hops) == []
     sender.now_s += 61.0
     sender.turn()
     assert sender.end(hops[0].source).code == NOT_FETCHED
-    more = [Leg(sender, receiver, prompt(100, seed=10 + place)) for place in range(9)]
+    more = [TransferLeg(sender, receiver, prompt(100, seed=10 + place)) for place in range(9)]
     sender.run()
-    gone = put_aside(sender, more)
+    gone = host_copied_legs(sender, more)
     assert len(gone) >= len(more) - 3
     about = sender.loop.attach(gone[0].source, 16, sender.now_s)
     assert (about.start, about.stop) == (0, 99)
@@ -519,13 +531,13 @@ def test_unfetched_cache_leaves_its_row_only_when_another_request_waits() -> Non
 def test_host_copies_of_unfetched_caches_are_bounded() -> None:
     sender, receiver = harnesses_of(2)
     sender.loop.host_kv.most_bytes = 1
-    hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(9)]
+    hops = [TransferLeg(sender, receiver, prompt(100, seed=place)) for place in range(9)]
     sender.run()
-    gone = put_aside(sender, hops)
+    gone = host_copied_legs(sender, hops)
     assert len(gone) == 1  # the bound is asked before the next one
     sender.loop.host_kv.taken(gone[0].source)
     sender.run()
-    assert len(put_aside(sender, hops)) == 2
+    assert len(host_copied_legs(sender, hops)) == 2
 
 
 async def test_ring_of_engines_over_http_completes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,7 +547,7 @@ async def test_ring_of_engines_over_http_completes(monkeypatch: pytest.MonkeyPat
     async with AsyncExitStack() as stack:
         ring = [
             await stack.enter_async_context(
-                face(mock_service(max_running=4, handover_rows=4, prefix_cache_bytes=0))
+                engine_client(mock_service(max_running=4, handover_rows=4, prefix_cache_bytes=0))
             )
             for _ in range(3)
         ]
@@ -568,7 +580,7 @@ async def test_full_send_queue_does_not_block_requests_that_have_a_row(
     sender = make_service("full", limits, kv=kv, prefix_cache_bytes=0, chunk_tokens=64, handover_rows=24)
     window = replace(TRIAL, links=replace(TRIAL.links, window_bytes=20_000))
     receiver = make_service("full", limits, kv=window, handover_rows=2, prefix_cache_bytes=0)
-    async with face(sender) as one, face(receiver) as two:
+    async with engine_client(sender) as one, engine_client(receiver) as two:
         one.service.connector._puts._max_workers = 2
         asked = []
         for place in range(10):

@@ -23,7 +23,7 @@ from engine_models import KINDS, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_model import ReferenceModel
-from server_helpers import NAME, Client, face, make_service, spell, tokens_in
+from server_helpers import NAME, Client, engine_client, letters_of, make_service, tokens_in
 
 from potluck.api.http import ConnectionLimits, HttpRefusal, ServedNames, check_origin
 from potluck.cli.main import run
@@ -55,7 +55,7 @@ Handling = Callable[[web.Request], Awaitable[web.StreamResponse]]
     ],
 )
 async def test_odd_bodies_are_refused_in_one_line(body: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async with face(make_service("full")) as one:
+    async with engine_client(make_service("full")) as one:
         status, reply = await one.post("/v1/completions", body)
         assert status in (400, 404), reply
         assert "\n" not in reply["error"]["message"]
@@ -78,7 +78,7 @@ async def test_large_body_is_read_and_checked_in_a_thread(monkeypatch: pytest.Mo
         monkeypatch.setattr(openai_routes, name, spied)
     monkeypatch.setattr(openai_routes, "parse_object", lambda raw: pytest.fail("parsed at once"))
     filler = {"user": "u" * 40_000}
-    async with face(make_service("full")) as one:
+    async with engine_client(make_service("full")) as one:
         body = {"model": NAME, "prompt": TOKENS, "max_tokens": 1, **filler}
         status, _ = await one.post("/v1/completions", json.dumps(body).encode())
         assert status == 200
@@ -109,7 +109,7 @@ async def served(service: EngineService, visit: Callable[[str], Awaitable[None]]
 @pytest.mark.parametrize("n", [1, 2])
 async def test_disconnected_client_ends_all_its_requests(stream: bool, n: int) -> None:
     service = make_service("full", max_running=4)
-    body = {"model": NAME, "prompt": spell(TOKENS), "max_tokens": 400, "ignore_eos": True}
+    body = {"model": NAME, "prompt": letters_of(TOKENS), "max_tokens": 400, "ignore_eos": True}
 
     async def visit(address: str) -> None:
         async with ClientSession() as session:
@@ -164,7 +164,7 @@ async def test_api_key_of_any_bytes_is_compared_and_never_logged(caplog: pytest.
     caplog.set_level(logging.DEBUG)
     key = "the-secret-of-this-engine"
 
-    async with face(make_service("full"), key=key) as one:
+    async with engine_client(make_service("full"), key=key) as one:
         assert (await one.segment(TOKENS, max_tokens=2))[0] == 200
         assert (await one.segment(TOKENS, max_tokens=0))[0] == 400
         for wrong in (
@@ -189,7 +189,10 @@ async def test_api_key_of_any_bytes_is_compared_and_never_logged(caplog: pytest.
 
 
 async def test_engine_page_loads_nothing_external_and_needs_no_key() -> None:
-    async with face(make_service("full"), key="a secret") as one, one.session.get(one.url + "/") as reply:
+    async with (
+        engine_client(make_service("full"), key="a secret") as one,
+        one.session.get(one.url + "/") as reply,
+    ):
         text = await reply.text()
         assert reply.status == 200
         assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
@@ -200,7 +203,7 @@ async def test_engine_page_loads_nothing_external_and_needs_no_key() -> None:
 async def test_incomplete_body_gets_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "BODY_S", 0.1)
 
-    async with face(make_service("full")) as one:
+    async with engine_client(make_service("full")) as one:
         host, port = one.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /segments HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
@@ -239,7 +242,7 @@ async def test_interrupted_response_is_visibly_truncated(
     monkeypatch.setattr(engine_app, "STALLED_S", 0.1)
     monkeypatch.setattr(openai_routes, "models", handler)
 
-    async with face(make_service("full", RequestLimits(deadline_s=0.2))) as one:
+    async with engine_client(make_service("full", RequestLimits(deadline_s=0.2))) as one:
         with pytest.raises((ClientPayloadError, ServerDisconnectedError, ConnectionError)):
             await one.get("/v1/models")
         assert (await one.get("/status"))[0] == 200
@@ -250,7 +253,7 @@ async def test_hanging_handler_is_answered_with_504(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine_app, "STALLED_S", 0.1)
     monkeypatch.setattr(openai_routes, "models", _hangs)
 
-    async with face(make_service("full", RequestLimits(deadline_s=0.2))) as one:
+    async with engine_client(make_service("full", RequestLimits(deadline_s=0.2))) as one:
         status, body = await one.get("/v1/models")
         assert (status, body["error"]["code"]) == (504, "deadline")
 
@@ -260,7 +263,7 @@ async def test_hanging_engine_loop_is_answered_with_504(monkeypatch: pytest.Monk
     go_on = threading.Event()
 
     service = make_service("full", RequestLimits(deadline_s=0.3))
-    async with face(service) as one:
+    async with engine_client(service) as one:
         begin = service._loop.executor.begin
 
         def slow(*args: object) -> object:
@@ -290,7 +293,7 @@ async def test_failed_stream_ends_with_an_error_event(n: int, monkeypatch: pytes
     monkeypatch.setattr(web.StreamResponse, "write", slowly)
 
     service = make_service("full")
-    async with face(service) as one:
+    async with engine_client(service) as one:
         begin, calls = service._loop.executor.begin, []
 
         def broken(*args: object) -> object:
@@ -300,7 +303,7 @@ async def test_failed_stream_ends_with_an_error_event(n: int, monkeypatch: pytes
             return begin(*args)  # type: ignore[arg-type]
 
         service._loop.executor.begin = broken  # type: ignore[method-assign, assignment]
-        body = {"model": NAME, "prompt": spell(TOKENS), "max_tokens": 50, "n": n, "stream": True}
+        body = {"model": NAME, "prompt": letters_of(TOKENS), "max_tokens": 50, "n": n, "stream": True}
         status, parts = await one.post("/v1/completions", body)
         assert status == 200
         assert "out of order" in parts[-1]["error"]["message"]
@@ -384,7 +387,7 @@ async def connect(one: Client, raw: bytes = b"", at: str = "127.0.0.1") -> Pair:
 
 
 @asynccontextmanager
-async def many(one: Client, count: int, raw: bytes) -> AsyncIterator[list[Pair]]:
+async def many_connections(one: Client, count: int, raw: bytes) -> AsyncIterator[list[Pair]]:
     pairs = [await connect(one, raw) for _ in range(count)]
     try:
         yield pairs
@@ -393,7 +396,7 @@ async def many(one: Client, count: int, raw: bytes) -> AsyncIterator[list[Pair]]
             writer.close()
 
 
-async def told(pair: Pair) -> tuple[int, Any]:
+async def last_response(pair: Pair) -> tuple[int, Any]:
     """What a server says that then hangs up; nothing counts as 0."""
     try:
         raw = await asyncio.wait_for(pair[0].read(), 60)
@@ -405,44 +408,44 @@ async def told(pair: Pair) -> tuple[int, Any]:
     return (int(head.split()[1]), json.loads(body)) if head else (0, None)
 
 
-def dropped(one: Client) -> dict[str, int]:
+def dropped_counts(one: Client) -> dict[str, int]:
     return dict(one.service.dropped)
 
 
 async def test_half_sent_requests_do_not_block_others(caplog: pytest.LogCaptureFixture) -> None:
     """More than there is room for, of heads and of bodies, all held open."""
 
-    async with face(make_service("full", RequestLimits(connections=20))) as one:
-        async with many(one, 50, HALF_HEAD) as heads, many(one, 30, HALF_BODY):
+    async with engine_client(make_service("full", RequestLimits(connections=20))) as one:
+        async with many_connections(one, 50, HALF_HEAD) as heads, many_connections(one, 30, HALF_BODY):
             for _ in range(5):
                 async with asyncio.timeout(60):
                     assert (await one.get("/health"))[0] == 200
                     assert (await one.segment([1, 2, 3], max_tokens=2))[0] == 200
-            status, body = await told(heads[0])
+            status, body = await last_response(heads[0])
             assert (status, body["error"]["code"]) == (503, "overloaded")
-        assert dropped(one).keys() == {"crowded_out"}
-        assert dropped(one)["crowded_out"] >= 60
+        assert dropped_counts(one).keys() == {"crowded_out"}
+        assert dropped_counts(one)["crowded_out"] >= 60
     assert len(caplog.records) == 1
     assert "Traceback" not in caplog.text
 
 
 async def test_incomplete_heads_and_idle_connections_time_out() -> None:
-    async with face(make_service("full", RequestLimits(head_s=0.3, idle_s=0.3))) as one:
-        status, body = await told(await connect(one, HALF_HEAD))
+    async with engine_client(make_service("full", RequestLimits(head_s=0.3, idle_s=0.3))) as one:
+        status, body = await last_response(await connect(one, HALF_HEAD))
         assert (status, body["error"]["type"]) == (408, "invalid_request_error")
-        assert await told(await connect(one)) == (0, None)  # nothing was asked, nothing is said
-        status, body = await told(await connect(one, HEALTH))
+        assert await last_response(await connect(one)) == (0, None)  # nothing was asked, nothing is said
+        status, body = await last_response(await connect(one, HEALTH))
         assert (status, body) == (200, {"status": "ok"})
         # Half a head behind a whole request is late as well.
         pair = await connect(one, HEALTH)
         await pair[0].readuntil(b"}")
         pair[1].write(HALF_HEAD)
-        assert (await told(pair))[0] == 408
-        assert dropped(one) == {"late": 3, "idle": 1}
+        assert (await last_response(pair))[0] == 408
+        assert dropped_counts(one) == {"late": 3, "idle": 1}
 
 
 async def test_endless_head_is_refused() -> None:
-    async with face(make_service("full")) as one:
+    async with engine_client(make_service("full")) as one:
         reader, writer = await connect(one, b"GET /health HTTP/1.1\r\n")
         for number in range(200):
             writer.write(b"X-%d: " % number + b"a" * 4000 + b"\r\n")
@@ -452,11 +455,11 @@ async def test_endless_head_is_refused() -> None:
         # A body is no head, however much of it comes at once.
         body = b" " * 400_000 + b"{}"
         raw = b"POST /drain HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-        assert (await told(await connect(one, raw % len(body) + body)))[0] == 200
+        assert (await last_response(await connect(one, raw % len(body) + body)))[0] == 200
 
 
 async def test_thousands_of_pipelined_requests_are_answered_in_order() -> None:
-    async with face(make_service("full")) as one:
+    async with engine_client(make_service("full")) as one:
         reader, writer = await connect(one)
         sending = asyncio.create_task(_send(writer, HEALTH * 2000))
         result = 0
@@ -466,7 +469,7 @@ async def test_thousands_of_pipelined_requests_are_answered_in_order() -> None:
                 result += (await reader.read(1 << 16)).count(b'{"status": "ok"}')
         await sending
         writer.close()
-        assert dropped(one) == {}
+        assert dropped_counts(one) == {}
 
 
 async def _send(writer: asyncio.StreamWriter, raw: bytes) -> None:
@@ -481,10 +484,10 @@ async def test_client_that_does_not_read_is_disconnected(monkeypatch: pytest.Mon
     monkeypatch.setattr(control, "status", large)
 
     limits = RequestLimits(stalled_s=0.2)
-    async with face(make_service("full", limits)) as one:
+    async with engine_client(make_service("full", limits)) as one:
         pair = await connect(one, b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(60):
-            while dropped(one) != {"stalled": 1}:
+            while dropped_counts(one) != {"stalled": 1}:
                 await asyncio.sleep(0.02)
         pair[1].close()
         # One that reads, however slowly, gets all.
@@ -499,7 +502,7 @@ async def test_client_that_does_not_read_is_disconnected(monkeypatch: pytest.Mon
 
 async def test_largest_body_is_refused_beyond_the_memory_of_all_bodies() -> None:
     limits = RequestLimits(bodies_bytes=1_000_000, body_bytes=900_000)
-    async with face(make_service("full", limits)) as one:
+    async with engine_client(make_service("full", limits)) as one:
         head = b"POST /drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n"
         first = await connect(one, head + b" " * 600_000)
         while one.service.uploads.held_bytes < 500_000:
@@ -539,18 +542,21 @@ async def test_connection_beyond_the_limit_gets_503_and_shutdown_is_quick(
     monkeypatch.setattr(control, "status", slow)
     monkeypatch.setattr(engine_app, "SHUTDOWN_S", 600.0)
 
-    async with face(make_service("full", RequestLimits(connections=4))) as one:
+    async with engine_client(make_service("full", RequestLimits(connections=4))) as one:
         raw = b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-        async with many(one, 4, raw) as pairs:
+        async with many_connections(one, 4, raw) as pairs:
             while one.opened.listener.crowd.oldest() is not None:
                 await asyncio.sleep(0.01)
-            status, _ = await told(await connect(one, raw))
+            status, _ = await last_response(await connect(one, raw))
             assert status in (503, 0)
-            assert dropped(one) == {"full": 1}
+            assert dropped_counts(one) == {"full": 1}
             go_on.set()
             for reader, _ in pairs:
                 assert (await reader.read()).endswith(b"done")
-        async with many(one, 3, HALF_HEAD), asyncio.timeout(30):  # nobody waits for what was half sent
+        async with (
+            many_connections(one, 3, HALF_HEAD),
+            asyncio.timeout(30),
+        ):  # nobody waits for what was half sent
             await one.opened.close()
 
 
@@ -651,7 +657,7 @@ def test_pages_of_other_origins_are_refused(
 
 
 async def test_cross_origin_requests_cannot_drain_an_engine() -> None:
-    async with face(make_service("full")) as one:
+    async with engine_client(make_service("full")) as one:
         form = {"Origin": "https://example.org", "Content-Type": "text/plain"}
         for method, path in (("POST", "/drain"), ("POST", "/role"), ("PUT", "/peers"), ("POST", "/segments")):
             async with one.session.request(method, one.url + path, data=b"{}", headers=form) as reply:

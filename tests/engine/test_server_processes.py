@@ -18,7 +18,7 @@ from engine_models import KINDS, prompt
 from loop_helpers import harness
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, PermissionDeniedError
 from reference_model import ReferenceModel
-from server_helpers import NAME, Client, face, letters, make_service, spell, tokens_in
+from server_helpers import NAME, Client, engine_client, letter_tokenizer, letters_of, make_service, tokens_in
 
 from potluck.cli.engine.engine import serve
 from potluck.cli.engine.listening import api_key
@@ -38,7 +38,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("engine") / NAME
     folder.mkdir()
     write_config(folder, KINDS["hybrid"])
-    letters()._tokenizer.save(str(folder / "tokenizer.json"))
+    letter_tokenizer()._tokenizer.save(str(folder / "tokenizer.json"))
     options = ["--random-weights", "7", "--port", "0", "--max-tokens", "512", "--threads", "1", "--json"]
     options += ["--chunk-tokens", "7", "--prefix-cache-mb", "0", "--kv-from", "127.0.0.1"]
     command = [sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--model", str(folder), *options]
@@ -52,7 +52,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def test_request_is_transferred_between_two_processes_both_ways(address: str) -> None:
     expected = harness("hybrid").answer(TOKENS, OUTPUT)
 
-    async with face(make_service(prefix_cache_bytes=0)) as here, ClientSession() as session:
+    async with engine_client(make_service(prefix_cache_bytes=0)) as here, ClientSession() as session:
         there = Client(here.service, session, address, None)
         there.kv = (await there.get("/status"))[1]["kv"]
         ways = [(here, there), (there, here)]
@@ -130,14 +130,14 @@ def test_api_key_comes_from_a_file_or_the_environment(
     assert "segments" in CliRunner().invoke(serve, ["--help"]).output
 
 
-TEXT, CLIENT_OUTPUT = spell(prompt(40)), 12
+TEXT, CLIENT_OUTPUT = letters_of(prompt(40)), 12
 
 
 async def test_openai_client_gets_completions_chats_and_errors() -> None:
-    expected = spell(harness("full").answer(prompt(40), CLIENT_OUTPUT))
+    expected = letters_of(harness("full").answer(prompt(40), CLIENT_OUTPUT))
 
     async with (
-        face(make_service("full"), key="k" * 20) as one,
+        engine_client(make_service("full"), key="k" * 20) as one,
         AsyncOpenAI(base_url=one.url + "/v1", api_key="k" * 20, max_retries=0) as client,
     ):
         assert [model.id async for model in client.models.list()] == [NAME]
@@ -203,7 +203,7 @@ GUIDELLM = {
 
 
 async def test_guidellm_request_gets_continuous_usage_in_every_part() -> None:
-    async with face(make_service("full")) as one:
+    async with engine_client(make_service("full")) as one:
         status, parts = await one.post("/v1/chat/completions", GUIDELLM)
         assert status == 200
         counts = [part["usage"]["completion_tokens"] for part in parts]
@@ -219,7 +219,7 @@ async def test_min_tokens_stop_token_ids_and_include_stop_are_honoured() -> None
     at = next(place for place in range(2, CLIENT_OUTPUT - 2) if plain[place] not in plain[:place])
     end = plain[at]
 
-    async with face(make_service("hybrid")) as one:
+    async with engine_client(make_service("hybrid")) as one:
 
         async def asked(**fields: object) -> tuple[str, str, int]:
             body = {"model": NAME, "prompt": TEXT, "temperature": 0, "max_tokens": CLIENT_OUTPUT, **fields}
@@ -228,21 +228,21 @@ async def test_min_tokens_stop_token_ids_and_include_stop_are_honoured() -> None
             choice = reply["choices"][0]
             return choice["text"], choice["finish_reason"], reply["usage"]["completion_tokens"]
 
-        assert await asked(stop_token_ids=[end]) == (spell(plain[:at]), "stop", at + 1)
+        assert await asked(stop_token_ids=[end]) == (letters_of(plain[:at]), "stop", at + 1)
         shown = {"stop_token_ids": [end], "include_stop_str_in_output": True}
-        assert await asked(**shown) == (spell(plain[: at + 1]), "stop", at + 1)
-        assert (await asked(stop_token_ids=[99_999]))[0] == spell(plain)
-        stop = spell(plain[at : at + 2])
+        assert await asked(**shown) == (letters_of(plain[: at + 1]), "stop", at + 1)
+        assert (await asked(stop_token_ids=[99_999]))[0] == letters_of(plain)
+        stop = letters_of(plain[at : at + 2])
         shown = {"stop": stop, "include_stop_str_in_output": True}
-        assert await asked(**shown) == (spell(plain[: at + 2]), "stop", at + 2)
+        assert await asked(**shown) == (letters_of(plain[: at + 2]), "stop", at + 2)
         assert (await asked(stop=stop, min_tokens=at + 2))[2] > at + 2
         # The end that would have been drawn is not; nothing else of the model is touched.
         held = Sampling(barred=(end,), barred_before=40 + at + 3)
         text, _, count = await asked(stop_token_ids=[end], min_tokens=at + 3)
-        assert text == spell(harness("hybrid").answer(prompt(40), CLIENT_OUTPUT, sampling=held)[:count])
+        assert text == letters_of(harness("hybrid").answer(prompt(40), CLIENT_OUTPUT, sampling=held)[:count])
         assert count >= at + 3
-        assert text[:at] == spell(plain[:at])
-        assert text[at] != spell([end])
+        assert text[:at] == letters_of(plain[:at])
+        assert text[at] != letters_of([end])
         status, lines = await one.segment(
             prompt(40), max_tokens=CLIENT_OUTPUT, end_tokens=[end], min_tokens=at + 3
         )

@@ -14,7 +14,7 @@ import pytest
 from engine_models import KINDS
 from loop_helpers import harness
 from openai import AsyncOpenAI, BadRequestError
-from server_helpers import NAME, TRIAL, face, letters, make_service
+from server_helpers import NAME, TRIAL, engine_client, letter_tokenizer, make_service
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
@@ -59,9 +59,9 @@ CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def speaking(pieces: tuple[str, ...] = PIECES) -> tuple[Tokenizer, int]:
+def tokenizer_for_answer(pieces: tuple[str, ...] = PIECES) -> tuple[Tokenizer, int]:
     """A tokenizer under which the model's answer to PROMPT is made of these pieces, and the token behind them."""
-    plain = letters()
+    plain = letter_tokenizer()
     answer = harness("hybrid").answer(plain.encode(PROMPT), len(pieces) + 1)
     assert len(set(answer) | set(plain.encode(PROMPT))) == len(pieces) + 4, "no token comes twice"
     said = dict(zip(answer, pieces, strict=False))
@@ -72,7 +72,7 @@ def speaking(pieces: tuple[str, ...] = PIECES) -> tuple[Tokenizer, int]:
 
 
 def service(pieces: tuple[str, ...] = PIECES) -> tuple[EngineService, int]:
-    tokenizer, end = speaking(pieces)
+    tokenizer, end = tokenizer_for_answer(pieces)
     made = make_service()
     made.text = ModelTokenizer(tokenizer, TEMPLATE)
     return made, end
@@ -85,7 +85,7 @@ def chat(end: int, **fields: object) -> dict[str, object]:
 
 async def test_engine_parses_tool_calls_from_its_answer() -> None:
     made, end = service()
-    async with face(made) as one:
+    async with engine_client(made) as one:
         for logprobs in (False, True):
             _, whole = await one.post("/v1/chat/completions", chat(end, n=2, logprobs=logprobs))
             for choice in whole["choices"]:
@@ -129,7 +129,7 @@ async def test_engine_refuses_tool_fields_with_their_names() -> None:
         (True, {}, "tools"),
         (True, {"tools": None, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     ):
-        async with face(make_service() if plain else service()[0]) as one:
+        async with engine_client(make_service() if plain else service()[0]) as one:
             for stream in (False, True):
                 status, reply = await one.post(
                     "/v1/chat/completions",
@@ -140,7 +140,7 @@ async def test_engine_refuses_tool_fields_with_their_names() -> None:
 
 async def test_template_variables_change_the_prompt() -> None:
     made, end = service()
-    async with face(made) as one:
+    async with engine_client(made) as one:
         counts = []
         for more in ({}, {"chat_template_kwargs": {"mood": "aaa"}}):
             _, reply = await one.post("/v1/chat/completions", chat(end, tools=None, max_tokens=1, **more))
@@ -163,7 +163,7 @@ async def test_forced_tool_call_is_valid_under_the_function_schema() -> None:
     assert made.text is not None
     made.text = ModelTokenizer(made.text._tokenizer, template)
     named = {"type": "function", "function": {"name": "weather"}}
-    async with face(made) as one:
+    async with engine_client(made) as one:
         for choice, seed in (("required", 1), (named, 2)):
             body = chat(0, tool_choice=choice, temperature=1, seed=seed, max_tokens=150, stop_token_ids=[])
             _, whole = await one.post("/v1/chat/completions", body)
@@ -184,7 +184,7 @@ async def test_openai_client_reads_tool_calls_of_an_engine_process(tmp_path: Pat
     folder = tmp_path / NAME
     folder.mkdir()
     write_config(folder, KINDS["hybrid"])
-    tokenizer, end = speaking()
+    tokenizer, end = tokenizer_for_answer()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     options = ["--random-weights", "7", "--port", "0", "--max-tokens", "512", "--threads", "1", "--json"]

@@ -70,7 +70,7 @@ def fleet(*deployed: tuple[Template, str, int], types: tuple[NodeType, ...] = TY
     return roomed(plan(*deployed), types, REGIONS)
 
 
-def wording(style: Style = "vllm") -> CommandOptions:
+def command_options(style: Style = "vllm") -> CommandOptions:
     return CommandOptions(style, FOLDERS)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from export_helpers import COMBO, RANKS, fleet, runner, template, wording
+from export_helpers import COMBO, RANKS, command_options, fleet, runner, template
 
 from potluck.catalog import gpus, nodes
 from potluck.cli.main import cli
@@ -47,7 +47,7 @@ fleet:
 {policy}"""
 
 
-def on(node: str, layers: int, model: str = "chat") -> Template:
+def one_node_template(node: str, layers: int, model: str = "chat") -> Template:
     one = PlannedReplica("mixed", single(nodes.node_type(node).name, 1, layers))
     return template("one", "homogeneous", model, {nodes.node_type(node).name: 1}, one)
 
@@ -62,7 +62,7 @@ def written(
 
 
 def exported(folder: Path, kind: str, *words: str, made: Template | None = None, **spec: Any) -> Result:
-    paths = written(folder, made or on("1xH100", 32), **spec)
+    paths = written(folder, made or one_node_template("1xH100", 32), **spec)
     return runner().invoke(cli, ["export", kind, *paths, "--out", str(folder / "out"), *words])
 
 
@@ -101,7 +101,7 @@ def test_gpu_node_labels_are_those_of_the_device_plugins() -> None:
 def test_pods_request_the_gpu_resource_of_the_vendor(
     tmp_path: Path, node: str, label: dict[str, str], resource: str
 ) -> None:
-    done = exported(tmp_path, "kubernetes", made=on(node, 32))
+    done = exported(tmp_path, "kubernetes", made=one_node_template(node, 32))
     assert ("label of MI325X: unknown" in done.stderr) == (node == "1xMI325X"), done.stderr
     pod = named(manifests_in(tmp_path), "StatefulSet")["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {**label, "topology.kubernetes.io/region": "us-east-1"}
@@ -111,7 +111,7 @@ def test_pods_request_the_gpu_resource_of_the_vendor(
 
 
 def test_gpu_label_can_be_overridden(tmp_path: Path) -> None:
-    exported(tmp_path, "kubernetes", "--gpu-label", "L4=mine", made=on("1xL4", 32))
+    exported(tmp_path, "kubernetes", "--gpu-label", "L4=mine", made=one_node_template("1xL4", 32))
     pod = named(manifests_in(tmp_path), "StatefulSet")["spec"]["template"]["spec"]
     assert pod["nodeSelector"]["nvidia.com/gpu.product"] == "mine"
 
@@ -119,17 +119,19 @@ def test_gpu_label_can_be_overridden(tmp_path: Path) -> None:
 def test_exported_engines_get_the_planned_context_and_memory_share(tmp_path: Path) -> None:
     """Qwen3-32B leaves 5 GB for KV on one H100: 40,960 tokens, its own length, would need ten."""
     big = {"model": "Qwen3-32B", "prompt": 12_000}
-    done = exported(tmp_path, "commands", made=on("1xH100", 64), **big)
+    done = exported(tmp_path, "commands", made=one_node_template("1xH100", 64), **big)
     assert done.exit_code == 0, done.output
     text = (tmp_path / "out" / "chat-0-us-east-1-0-box0.sh").read_text()
     assert "--max-tokens 16384 " in text
     assert "-- --gpu-memory-utilization 0.92 &" in text
     shutil.rmtree(tmp_path / "out")
-    exported(tmp_path, "commands", made=on("1xH100", 64), model="Qwen3-32B", prompt=17_000)
+    exported(tmp_path, "commands", made=one_node_template("1xH100", 64), model="Qwen3-32B", prompt=17_000)
     text = (tmp_path / "out" / "chat-0-us-east-1-0-box0.sh").read_text()
     assert "--max-tokens 19248 " in text  # what fits, in whole blocks, where twice as much would not
     shutil.rmtree(tmp_path / "out")
-    done = exported(tmp_path, "commands", made=on("1xH100", 64), model="Qwen3-32B", prompt=20_000)
+    done = exported(
+        tmp_path, "commands", made=one_node_template("1xH100", 64), model="Qwen3-32B", prompt=20_000
+    )
     assert "its longest request has 20,200 tokens, and KV of 19,263 fits there" in str(done.exception)
     assert not (tmp_path / "out").exists()
 
@@ -227,11 +229,11 @@ def test_gateway_without_engines_beside_it_pulls_tokenizers(tmp_path: Path) -> N
     weights = {"documents": WeightsSource("hf://org/other@main"), "chat": WeightsSource("hf://org/chat")}
     placed = fleet((COMBO, "us-east-1", 1), (RANKS, "us-east-1", 1))
     for text in (
-        shell.files(placed, wording(), {}, weights)["gateway.sh"],
-        skypilot.files(placed, wording(), SkyOptions({}, "true", "/models", weights))["launch.sh"],
+        shell.files(placed, command_options(), {}, weights)["gateway.sh"],
+        skypilot.files(placed, command_options(), SkyOptions({}, "true", "/models", weights))["launch.sh"],
     ):
         assert line.replace("other ", "other --revision main ") in text
-    files = compose.files(placed, wording(), {}, ComposeOptions("p", "v", weights), [])
+    files = compose.files(placed, command_options(), {}, ComposeOptions("p", "v", weights), [])
     services = yaml.safe_load(files[f"compose-{placed.boxes[0].name}.yaml"])["services"]
     assert list(services["gateway"]["depends_on"]) == ["pull-documents", "pull-chat"]
     assert "--include" in services["pull-documents"]["command"]
@@ -257,7 +259,9 @@ def test_impossible_export_is_refused_in_one_line(
 
 
 def test_skypilot_tasks_install_mount_and_stay_in_their_region(tmp_path: Path) -> None:
-    done = exported(tmp_path, "skypilot", "--weights", "chat=s3://bucket/llama", made=on("1xL4", 32))
+    done = exported(
+        tmp_path, "skypilot", "--weights", "chat=s3://bucket/llama", made=one_node_template("1xL4", 32)
+    )
     task = yaml.safe_load((tmp_path / "out" / "chat-0-us-east-1-0-box0.yaml").read_text())
     assert f"pip install vllm=={VLLM_VERSION}" in task["setup"]
     assert task["file_mounts"] == {"/models/chat": "s3://bucket/llama"}
@@ -272,7 +276,7 @@ def test_skypilot_tasks_install_mount_and_stay_in_their_region(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings_left_out_of_the_export_are_listed(tmp_path: Path, kind: str) -> None:
-    done = exported(tmp_path, kind, "--json", made=on("1xL4", 32))
+    done = exported(tmp_path, kind, "--json", made=one_node_template("1xL4", 32))
     lines = json.loads(done.stdout)["left_out"]
     assert [f"potluck: to do: {line}" for line in lines] == done.stderr.splitlines()
     about = {line.split(" ")[0].rstrip(":") for line in lines}
@@ -362,7 +366,7 @@ def test_export_refuses_a_model_named_after_the_spec_folder(tmp_path: Path) -> N
     """Elsewhere the folder has another name, and requests would ask for a model that is not there."""
     folder = tmp_path / "big"
     with_config(folder)
-    paths = written(folder, on("1xH100", 32, "big"), "./config.json")
+    paths = written(folder, one_node_template("1xH100", 32, "big"), "./config.json")
     text = (folder / "potluck.yaml").read_text()
     (folder / "potluck.yaml").write_text(text.replace("    name: chat\n", ""))
     done = runner().invoke(cli, ["export", "commands", *paths, "--out", str(folder / "out")])
@@ -374,7 +378,7 @@ def test_export_refuses_a_model_named_after_the_spec_folder(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_export_check_starts_the_written_files_and_asks_for_answers(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("tokenizers", reason="potluck[gateway] is not installed")
-    paths = written(tmp_path, on("1xL4", 32))
+    paths = written(tmp_path, one_node_template("1xL4", 32))
     done = runner().invoke(cli, ["export", kind, *paths, "--check", "--json", "--within", "240"])
     assert done.exit_code == 0, done.output
     body = json.loads(done.stdout)["check"]
@@ -419,12 +423,22 @@ def test_export_check_detects_an_invalid_file(
     tmp_path: Path, kind: str, file: str, before: str, after: str, line: str
 ) -> None:
     """The negative control: each would start, and fail far from here."""
-    assert exported(tmp_path, kind, made=on("1xL4", 32)).exit_code == 0
+    assert exported(tmp_path, kind, made=one_node_template("1xL4", 32)).exit_code == 0
     path = tmp_path / "out" / file
     text = path.read_text()
     assert before in text
     path.write_text(text.replace(before, after))
-    plan = Plan("auto", (on("1xL4", 32),), (Deployment("one", "us-east-1", 2),), (), (), (), (), 1.0, 0.0)
+    plan = Plan(
+        "auto",
+        (one_node_template("1xL4", 32),),
+        (Deployment("one", "us-east-1", 2),),
+        (),
+        (),
+        (),
+        (),
+        1.0,
+        0.0,
+    )
     check = checked_export(kind, tmp_path / "out", plan, load_spec(tmp_path / "potluck.yaml"), 60.0)
     assert line in check.problem
     with pytest.raises(SystemExit) as ended:

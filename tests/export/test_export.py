@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from export_helpers import COMBO, FOLDERS, RANKS, SINGLES, fleet, plan, runner, template, wording
+from export_helpers import COMBO, FOLDERS, RANKS, SINGLES, command_options, fleet, plan, runner, template
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,7 +102,7 @@ def words_of(files: dict[str, str]) -> list[tuple[str, ...]]:
     ("style", "deployed", "count"), [("vllm", COMBO, 8), ("vllm", RANKS, 4), ("embedded", SINGLES, 4)]
 )
 def test_exported_commands_are_accepted_by_the_engines(style: Any, deployed: Any, count: int) -> None:
-    commands = words_of(shell.files(fleet((deployed, "us-east-1", 2)), wording(style), {}))
+    commands = words_of(shell.files(fleet((deployed, "us-east-1", 2)), command_options(style), {}))
     assert len(commands) == count
     for words in commands:
         must_parse(ReadCommand("box.sh", "1", words))
@@ -111,21 +111,21 @@ def test_exported_commands_are_accepted_by_the_engines(style: Any, deployed: Any
 def test_exported_gateway_has_the_model_tokenizers(tmp_path: Path) -> None:
     for name in ("plan.json", "potluck.yaml", "engines.yaml", "keys.jsonl"):
         (tmp_path / name).write_text("")
-    words = wording().gateway(f"{tmp_path}/", str(tmp_path / "keys.jsonl"))
+    words = command_options().gateway(f"{tmp_path}/", str(tmp_path / "keys.jsonl"))
     asked = serve.make_context("serve", words[2:]).params
     assert asked["files"] == tuple(f"{name}={folder}" for name, folder in FOLDERS.items())
     for files in (
-        shell.files(fleet((COMBO, "us-east-1", 1)), wording(), {}),
-        compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, IMAGES, []),
-        manifests.files(fleet((COMBO, "us-east-1", 1)), wording(), CLUSTER, {"plan.json": "{}"}),
-        skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), SKY),
+        shell.files(fleet((COMBO, "us-east-1", 1)), command_options(), {}),
+        compose.files(fleet((COMBO, "us-east-1", 1)), command_options(), {}, IMAGES, []),
+        manifests.files(fleet((COMBO, "us-east-1", 1)), command_options(), CLUSTER, {"plan.json": "{}"}),
+        skypilot.files(fleet((COMBO, "us-east-1", 1)), command_options(), SKY),
     ):
         assert any("--files=chat=/models/chat" in text for text in files.values())
 
 
 def test_exported_vllm_pipeline_has_a_process_per_stage() -> None:
     placed, addresses = fleet((RANKS, "us-east-1", 1)), {"documents-0-us-east-1-0-box0": "10.0.0.7"}
-    first, second = words_of(shell.files(placed, wording(), addresses))
+    first, second = words_of(shell.files(placed, command_options(), addresses))
     group = ("--stages", "20,12", "--nodes", "2")
     for rank, words in enumerate((first, second)):
         at = words.index("--stages")
@@ -135,14 +135,14 @@ def test_exported_vllm_pipeline_has_a_process_per_stage() -> None:
     assert "--api-key-file" in second  # with it they prove to each other that they belong together
     services = [
         yaml.safe_load(text)["services"]
-        for name, text in compose.files(placed, wording(), addresses, IMAGES, []).items()
+        for name, text in compose.files(placed, command_options(), addresses, IMAGES, []).items()
         if name.startswith("compose-")
     ]
     assert [list(service) for service in services] == [
         ["documents-0-us-east-1-0-0", "gateway"],
         ["documents-0-us-east-1-0-0-rank1"],
     ]
-    sky = skypilot.files(placed, wording(), SKY)
+    sky = skypilot.files(placed, command_options(), SKY)
     task = yaml.safe_load(sky["documents-0-us-east-1-0-box1.yaml"])
     assert "--master $POTLUCK_HOST_DOCUMENTS_0_US_EAST_1_0_BOX0:7100" in task["run"]
     assert task["envs"] == {"POTLUCK_HOST_DOCUMENTS_0_US_EAST_1_0_BOX0": ""}
@@ -157,7 +157,7 @@ def test_exported_vllm_pipeline_has_a_process_per_stage() -> None:
 def test_exported_roster_is_read_by_the_gateway(tmp_path: Path) -> None:
     result = fleet((COMBO, "us-east-1", 2))
     (tmp_path / "engine.key").write_text("secret")
-    text = shell.files(result, wording(), {})["engines.yaml"].replace("/etc/potluck", str(tmp_path))
+    text = shell.files(result, command_options(), {})["engines.yaml"].replace("/etc/potluck", str(tmp_path))
     entries = read_engines(text, "engines.yaml", tmp_path)
     assert [(entry.template, entry.index, entry.region, entry.key) for entry in entries] == [
         (placement.template, placement.index, "us-east-1", "secret") for placement in result.placements
@@ -166,7 +166,7 @@ def test_exported_roster_is_read_by_the_gateway(tmp_path: Path) -> None:
 
 
 def manifest_objects(placed_plan: PlacedPlan) -> list[dict[str, Any]]:
-    files = manifests.files(placed_plan, wording(), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
+    files = manifests.files(placed_plan, command_options(), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
     plain = {name: text for name, text in files.items() if name.startswith("plain/")}
     return [item for text in plain.values() for item in yaml.safe_load_all(text)]
 
@@ -209,7 +209,7 @@ def test_a_pipeline_over_machines_is_sets_of_pods_that_address_each_other() -> N
 
 @pytest.mark.parametrize("name", ["20-engines.yaml", "30-gateway.yaml", "40-network.yaml"])
 def test_exported_kubernetes_files_equal_the_golden_files(name: str) -> None:
-    result = manifests.files(fleet((COMBO, "us-east-1", 2)), wording(), CLUSTER, {"plan.json": "{}"})
+    result = manifests.files(fleet((COMBO, "us-east-1", 2)), command_options(), CLUSTER, {"plan.json": "{}"})
     assert result[f"plain/{name}"] == (GOLDEN / name).read_text()
 
 
@@ -217,12 +217,12 @@ def test_exported_kubernetes_files_equal_the_golden_files(name: str) -> None:
     "name", ["chat-0-us-east-1-0-box0.yaml", "chat-0-us-east-1-0-box1.yaml", "launch.sh"]
 )
 def test_exported_skypilot_files_equal_the_golden_files(name: str) -> None:
-    result = skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), SKY)
+    result = skypilot.files(fleet((COMBO, "us-east-1", 1)), command_options(), SKY)
     assert result[name] == (GOLDEN / name).read_text()
 
 
 def test_exported_compose_services_have_their_gpus() -> None:
-    result = compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, IMAGES, ["traces/a.csv"])
+    result = compose.files(fleet((COMBO, "us-east-1", 1)), command_options(), {}, IMAGES, ["traces/a.csv"])
     data = yaml.safe_load(result["compose-chat-0-us-east-1-0-box0.yaml"])
     assert data["services"].keys() == {"chat-0-us-east-1-0-0", "chat-0-us-east-1-0-1", "gateway"}
     gpus = [
@@ -233,7 +233,7 @@ def test_exported_compose_services_have_their_gpus() -> None:
     assert gpus == [["0", "1"], ["2", "3"]]
     assert data["secrets"] == {"engine.key": {"file": "./engine.key"}}
     assert "./traces/a.csv:/srv/traces/a.csv:ro" in data["services"]["gateway"]["volumes"]
-    ranks = compose.files(fleet((RANKS, "us-east-1", 1)), wording(), {}, IMAGES, [])
+    ranks = compose.files(fleet((RANKS, "us-east-1", 1)), command_options(), {}, IMAGES, [])
     data = yaml.safe_load(ranks["compose-documents-0-us-east-1-0-box1.yaml"])
     assert data["secrets"] == {}, "only the first rank serves HTTP"
     assert all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from export_helpers import COMBO, RANKS, fleet, wording
+from export_helpers import COMBO, RANKS, command_options, fleet
 
 from potluck.export import skypilot
 from potluck.export.placement import WeightsSource
@@ -18,7 +18,7 @@ def test_skypilot_parses_the_tasks_as_the_planned_nodes(
 ) -> None:
     monkeypatch.setenv("POTLUCK_API_KEY", "x")
     result = fleet((COMBO, "us-east-1", 1))
-    files = skypilot.files(result, wording(), skypilot.SkyOptions({}, "true"))
+    files = skypilot.files(result, command_options(), skypilot.SkyOptions({}, "true"))
     rented = []
     for box in result.boxes:
         path = tmp_path / f"{box.name}.yaml"
@@ -42,7 +42,7 @@ def test_skypilot_parses_pipeline_tasks_with_mounts_and_environment(
     store = "https://bucket.s3.amazonaws.com/llama"
     for source, mounts in (("hf://org/name", None), (store, {"/models/documents": store})):
         options = skypilot.SkyOptions({}, "true", "/models", {"documents": WeightsSource(source)})
-        for name, text in skypilot.files(fleet((RANKS, "us-east-1", 1)), wording(), options).items():
+        for name, text in skypilot.files(fleet((RANKS, "us-east-1", 1)), command_options(), options).items():
             if name.endswith(".yaml"):
                 (tmp_path / name).write_text(text)
                 task = sky.Task.from_yaml(str(tmp_path / name))

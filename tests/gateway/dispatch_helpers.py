@@ -81,9 +81,9 @@ class Clock:
 
 
 @dataclass
-class Heard:
+class RecordedAnswer:
     asked: ChoiceRequest
-    tokens_: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
     choices: list[SampledToken] = field(default_factory=list)
     end: str | None = None
     refusal: Refuse | None = None
@@ -98,10 +98,10 @@ class Heard:
     def tokens(self, choices: Sequence[SampledToken]) -> bool:
         assert not self.over, "more after the end"
         self.choices += choices
-        self.tokens_ += [sampled_token.token for sampled_token in choices]
+        self.received += [sampled_token.token for sampled_token in choices]
         if self.on_tokens is not None:
             self.on_tokens()
-        if self.stop_after is not None and len(self.tokens_) >= self.stop_after:
+        if self.stop_after is not None and len(self.received) >= self.stop_after:
             self.end = "stop string"
             return True
         return False
@@ -137,17 +137,17 @@ class Heard:
     def over(self) -> bool:
         return self.end is not None or self.refusal is not None or self.relay_ended
 
-    def is_right(self) -> None:
+    def assert_right(self) -> None:
         """All of the right answer, once."""
         assert self.refusal is None, self.refusal
         expected = right_answer(self.asked)
-        assert self.tokens_ == expected
+        assert self.received == expected
         assert self.end == ("stop" if expected[-1] in self.asked.ends else "length")
 
 
-class Call:
+class FakeCall:
     def __init__(
-        self, fleet: Fleet, replica: str, path: bytes, raw: bytes, listener: ResponseListener
+        self, fleet: FakeEngines, replica: str, path: bytes, raw: bytes, listener: ResponseListener
     ) -> None:
         self.fleet, self.replica, self.path, self.listener = fleet, replica, path, listener
         self.raw = raw
@@ -255,12 +255,12 @@ class Call:
 
 
 @dataclass
-class Fleet:
+class FakeEngines:
     """Outgoing and Directory in one."""
 
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
-    calls: dict[Call, None] = field(default_factory=dict)
-    sent: list[Call] = field(default_factory=list)
+    calls: dict[FakeCall, None] = field(default_factory=dict)
+    sent: list[FakeCall] = field(default_factory=list)
     delivered: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
@@ -292,9 +292,9 @@ class Fleet:
         listener: ResponseListener,
         *,
         headers: Iterable[tuple[bytes, bytes]] = (),
-    ) -> Call:
+    ) -> FakeCall:
         replica = next(item.replica for item in self.endpoints.values() if item.address == address)
-        call = Call(self, replica, path, body, listener)
+        call = FakeCall(self, replica, path, body, listener)
         self.sent.append(call)
         self.calls[call] = None
         if replica in self.dead:
@@ -333,10 +333,10 @@ def plan_of(names: Sequence[Sequence[Role]], region: str = "near") -> Plan:
     )
 
 
-class Desk:
+class FakeBrainLine:
     """A Brain with its clock; replicas that it starts are ready at once."""
 
-    def __init__(self, clock: Clock, fleet: Fleet, plan: Plan, policy: Policy) -> None:
+    def __init__(self, clock: Clock, fleet: FakeEngines, plan: Plan, policy: Policy) -> None:
         self.clock, self.fleet = clock, fleet
         self.brain = Brain(
             FleetFacts(
@@ -373,7 +373,7 @@ class Desk:
         self.tell(Tick())
 
 
-class Script:
+class RecordingLine:
     """A Line that only writes down what it is told."""
 
     def __init__(self, clock: Clock) -> None:
@@ -387,30 +387,30 @@ class Script:
         return self.clock.now
 
 
-def asked(name: str = "r", prompt: int = 20, most: int = 12, **more: Any) -> ChoiceRequest:
+def choice_request(name: str = "r", prompt: int = 20, most: int = 12, **more: Any) -> ChoiceRequest:
     tokens = tuple((7 * place + len(name) + sum(name.encode())) % (VOCAB - 1) + 1 for place in range(prompt))
     return ChoiceRequest(name, MODEL, tokens, prompt, most, **({"ends": (EOS,), "vocab": VOCAB} | more))
 
 
-def driver(line: Desk | Script, fleet: Fleet, clock: Clock) -> Dispatcher:
+def dispatcher_of(line: FakeBrainLine | RecordingLine, fleet: FakeEngines, clock: Clock) -> Dispatcher:
     dispatcher = Dispatcher(line, fleet, fleet, clock.now_s, clock.later, Counters())
-    if isinstance(line, Desk):
+    if isinstance(line, FakeBrainLine):
         line.dispatcher = dispatcher
     return dispatcher
 
 
-class Stage:
+class DispatchHarness:
     """A driver, its engines and one who writes down what it tells."""
 
     def __init__(self, *replicas: str, far: tuple[str, ...] = ()) -> None:
-        self.clock, self.fleet = Clock(), Fleet()
+        self.clock, self.fleet = Clock(), FakeEngines()
         for replica in replicas:
             self.fleet.add(replica, "far" if replica in far else "near")
-        self.line = Script(self.clock)
-        self.dispatcher = driver(self.line, self.fleet, self.clock)
+        self.line = RecordingLine(self.clock)
+        self.dispatcher = dispatcher_of(self.line, self.fleet, self.clock)
 
-    def begin(self, what: ChoiceRequest, route: Route, weight: float = 1.0) -> Heard:
-        heard = Heard(what)
+    def begin(self, what: ChoiceRequest, route: Route, weight: float = 1.0) -> RecordedAnswer:
+        heard = RecordedAnswer(what)
         self.dispatcher.begin(what, heard)
         self.dispatcher.act([Run(what.id, route, 0, what.prompt_tokens, 0, weight)])
         return heard
@@ -418,11 +418,11 @@ class Stage:
     def again(self, what: ChoiceRequest, route: Route, attempt: int, streamed: int) -> None:
         self.dispatcher.act([Run(what.id, route, attempt, what.prompt_tokens + streamed, streamed)])
 
-    def to_end(self) -> None:
+    def run_to_end(self) -> None:
         while self.fleet.step_all():
             pass
 
-    def call(self, replica: str) -> Call:
+    def call(self, replica: str) -> FakeCall:
         return next(call for call in reversed(self.fleet.sent) if call.replica == replica)
 
     @property
@@ -436,7 +436,7 @@ class Stage:
         """The same without what was computed and is still on its way."""
         return [item for item in self.news if not isinstance(item, SegmentComputed)]
 
-    def at_rest(self) -> None:
+    def assert_idle(self) -> None:
         assert self.dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
         assert not self.fleet.calls
 

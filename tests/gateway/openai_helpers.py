@@ -24,23 +24,23 @@ LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in ran
 END = 200  # A token that ends answers.
 
 
-def letters() -> ModelTokenizer:
+def letter_tokenizer() -> ModelTokenizer:
     """Token n is the n-th letter."""
     tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(LETTERS)}, merges=[]))
     tokenizer.decoder = Fuse()
     return ModelTokenizer(tokenizer)
 
 
-def tokens(text: str) -> list[int]:
+def letter_tokens(text: str) -> list[int]:
     return [LETTERS.index(letter) for letter in text]
 
 
-def choices(text: str) -> list[SampledToken]:
-    return [SampledToken(token) for token in tokens(text)]
+def sampled_letters(text: str) -> list[SampledToken]:
+    return [SampledToken(token) for token in letter_tokens(text)]
 
 
 CARDS = {
-    NAME: ModelCard(NAME, 512, letters(), ends=frozenset({END}), vocab=len(LETTERS)),
+    NAME: ModelCard(NAME, 512, letter_tokenizer(), ends=frozenset({END}), vocab=len(LETTERS)),
     SERVER: ModelCard(SERVER, 512, None, plain=True),
 }
 
@@ -167,7 +167,7 @@ class FakeMeter(Counters):
         self.replays += 1
 
 
-class Scene:
+class HandlerHarness:
     def __init__(
         self, script: Callable[[ChoiceRequest, AnswerSink], None] | None = None, **fields: Any
     ) -> None:
@@ -200,11 +200,13 @@ class Scene:
         )
 
 
-def saying(text: str, reason: str = "length", cached: int = 0) -> Callable[[ChoiceRequest, AnswerSink], None]:
+def answering_with(
+    text: str, reason: str = "length", cached: int = 0
+) -> Callable[[ChoiceRequest, AnswerSink], None]:
     """A driver that answers so, token by token."""
 
     def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
-        for sampled_token in choices(text):
+        for sampled_token in sampled_letters(text):
             if answer.tokens([sampled_token]):
                 return
         answer.finished(reason, cached)  # type: ignore[arg-type]
@@ -212,7 +214,7 @@ def saying(text: str, reason: str = "length", cached: int = 0) -> Callable[[Choi
     return script
 
 
-def refusing(
+def refusing_with(
     reason: str, detail: str = "no", after_s: float | None = None
 ) -> Callable[[ChoiceRequest, AnswerSink], None]:
     return lambda asked, answer: answer.refused(Refuse(asked.id, reason, detail, after_s))  # type: ignore[arg-type]

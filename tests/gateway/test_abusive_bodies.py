@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from openai_helpers import CARDS, NAME, SERVER, FakeExchange, Scene, letters, saying
+from openai_helpers import CARDS, NAME, SERVER, FakeExchange, HandlerHarness, answering_with, letter_tokenizer
 
 from potluck.api import large_json, openai_requests
 from potluck.api.http import HttpRefusal
@@ -37,7 +37,7 @@ from parts.abusive_bodies import AbusiveBody, abusive_bodies
 sys.path.pop(0)
 SIZE, VALUES = 200_000, 4_000
 """The corpus and the limit on values, both a fraction of what they are, so that tests are quick."""
-LARGE_CARDS = CARDS | {"large": ModelCard("large", 1 << 20, letters(), vocab=300)}
+LARGE_CARDS = CARDS | {"large": ModelCard("large", 1 << 20, letter_tokenizer(), vocab=300)}
 
 
 class AwaitedExchange(FakeExchange):
@@ -56,7 +56,7 @@ class AwaitedExchange(FakeExchange):
         self.ended.set()
 
 
-def answered(scene: Scene, path: str, body: object, **headers: str) -> FakeExchange:
+def answer_of(scene: HandlerHarness, path: str, body: object, **headers: str) -> FakeExchange:
     """A request and its answer, with an event loop for what is done in threads."""
 
     async def run() -> FakeExchange:
@@ -69,7 +69,7 @@ def answered(scene: Scene, path: str, body: object, **headers: str) -> FakeExcha
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+def costly_steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     """The costly steps of a request, and the names of the threads that did them."""
     seen: dict[str, set[str]] = {}
 
@@ -94,7 +94,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 
 
 @pytest.fixture
-def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def window_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The size of each piece that the reader of large bodies gives to a parser in C, which holds the lock."""
     sizes = [0]
     parsed = large_json._WindowReader._parsed
@@ -109,13 +109,13 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("model", ["large", NAME, SERVER])
 def test_abusive_body_is_read_in_small_pieces_off_the_event_loop(
-    model: str, steps: dict[str, set[str]], windows: list[int], monkeypatch: pytest.MonkeyPatch
+    model: str, costly_steps: dict[str, set[str]], window_sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(large_json, "VALUES_MAX", VALUES)
-    scene = Scene(saying("a"), cards=LARGE_CARDS)
+    scene = HandlerHarness(answering_with("a"), cards=LARGE_CARDS)
     wrong: list[str] = []
-    for abusive in _each(model):
-        reply = answered(scene, abusive.path, abusive.body)
+    for abusive in _large_bodies(model):
+        reply = answer_of(scene, abusive.path, abusive.body)
         assert reply.status is not None
         refused = 400 <= reply.status < 500
         if abusive.refused and model != SERVER and not refused:
@@ -125,45 +125,47 @@ def test_abusive_body_is_read_in_small_pieces_off_the_event_loop(
         if refused:
             assert len(reply.data) < 6_000, abusive.name
     assert wrong == []
-    assert "parse_object" not in steps
+    assert "parse_object" not in costly_steps
     plain = {"asks"} if model == SERVER else set()  # Without a tokenizer there is nothing to do.
-    assert {name: threads for name, threads in steps.items() if name not in plain} == {
-        name: {"tokens"} for name in steps if name not in plain
+    assert {name: threads for name, threads in costly_steps.items() if name not in plain} == {
+        name: {"tokens"} for name in costly_steps if name not in plain
     }
-    assert 0 < windows[0] <= large_json.WINDOW_BYTES + 2
+    assert 0 < window_sizes[0] <= large_json.WINDOW_BYTES + 2
 
 
-def _each(model: str) -> Iterator[AbusiveBody]:
+def _large_bodies(model: str) -> Iterator[AbusiveBody]:
     """Those that are large; long legal texts only where the model's context is too small for them."""
     for abusive in abusive_bodies(model, SIZE):
         if len(abusive.body) > INLINE_BODY_BYTES and (abusive.refused or model != "large"):
             yield abusive
 
 
-def test_small_body_is_read_in_one_step(steps: dict[str, set[str]]) -> None:
-    scene = Scene(saying("a"))
+def test_small_body_is_read_in_one_step(costly_steps: dict[str, set[str]]) -> None:
+    scene = HandlerHarness(answering_with("a"))
     assert scene.complete("x").status == 200
     assert scene.chat("x").status == 200
-    assert set(steps) == {"parse_object", "validate", "tokenised", "asks"}
-    assert set.union(*steps.values()) == {""}, "no thread but the caller's"
+    assert set(costly_steps) == {"parse_object", "validate", "tokenised", "asks"}
+    assert set.union(*costly_steps.values()) == {""}, "no thread but the caller's"
 
 
 def test_legal_large_prompt_is_answered_like_a_small_one() -> None:
     text, tokens = "a" * 200_000, [7] * 100_000
-    scene = Scene(saying("b"), cards=LARGE_CARDS)
+    scene = HandlerHarness(answering_with("b"), cards=LARGE_CARDS)
     for prompt, count in ((text, 200_000), (tokens, 100_000), ([text, text], 200_000)):
         body = {"model": "large", "prompt": prompt, "max_tokens": 3}
-        reply = answered(scene, "/v1/completions", body)
+        reply = answer_of(scene, "/v1/completions", body)
         assert reply.status == 200, reply.data
         assert len(scene.driver.asked[-1].prompt) == count
     assert list(scene.driver.asked[-3].prompt) == tokens
     chat = {"model": "large", "messages": [{"role": "user", "content": text}], "stream": True}
-    assert answered(scene, "/v1/chat/completions", chat).events[-1]["choices"][0]["finish_reason"] == "length"
+    assert (
+        answer_of(scene, "/v1/chat/completions", chat).events[-1]["choices"][0]["finish_reason"] == "length"
+    )
 
 
-def test_large_body_of_a_client_that_left_is_not_processed(steps: dict[str, set[str]]) -> None:
+def test_large_body_of_a_client_that_left_is_not_processed(costly_steps: dict[str, set[str]]) -> None:
     async def run() -> None:
-        scene = Scene(saying("a"), cards=LARGE_CARDS)
+        scene = HandlerHarness(answering_with("a"), cards=LARGE_CARDS)
         exchange = AwaitedExchange("/v1/completions", {"model": "large", "prompt": "a" * 100_000})
         scene.door(exchange)
         assert exchange.on_gone is not None
@@ -174,7 +176,7 @@ def test_large_body_of_a_client_that_left_is_not_processed(steps: dict[str, set[
         assert exchange.status is None
 
     asyncio.run(run())
-    assert set(steps) <= {"read_large_object"}
+    assert set(costly_steps) <= {"read_large_object"}
 
 
 def test_queued_large_bodies_are_bounded_and_health_is_answered_meanwhile(
@@ -183,7 +185,7 @@ def test_queued_large_bodies_are_bounded_and_health_is_answered_meanwhile(
     monkeypatch.setattr(module, "MOST_WAITING_CHARS", 1_000_000)
 
     async def run() -> None:
-        scene = Scene(saying("a"), cards=LARGE_CARDS)
+        scene = HandlerHarness(answering_with("a"), cards=LARGE_CARDS)
         body = json.dumps({"model": "large", "prompt": "a" * 200_000, "max_tokens": 1}).encode()
         exchanges = [AwaitedExchange("/v1/completions", body) for _ in range(100)]
         for exchange in exchanges:
@@ -198,23 +200,23 @@ def test_queued_large_bodies_are_bounded_and_health_is_answered_meanwhile(
 
 
 def test_repeated_large_body_is_recognised_off_the_event_loop(
-    tmp_path: Path, steps: dict[str, set[str]]
+    tmp_path: Path, costly_steps: dict[str, set[str]]
 ) -> None:
-    scene = Scene(
-        saying("a"),
+    scene = HandlerHarness(
+        answering_with("a"),
         cards=LARGE_CARDS,
         kept_answers=KeptAnswers(tmp_path, lambda after_s, call: after_s or call()),
     )
     body = {"model": "large", "prompt": "a" * 100_000, "max_tokens": 1}
     first, again = (
-        answered(scene, "/v1/completions", body, idempotency_key="one", x_request_id=name) for name in "ab"
+        answer_of(scene, "/v1/completions", body, idempotency_key="one", x_request_id=name) for name in "ab"
     )
     assert (first.status, again.status) == (200, 200)
     assert again.data == first.data
     assert again.sent["x-potluck-replayed"] == "1"
     assert len(scene.driver.asked) == 1
-    assert steps["digest_of"] == {"tokens"}
-    other = answered(scene, "/v1/completions", {**body, "max_tokens": 2}, idempotency_key="one")
+    assert costly_steps["digest_of"] == {"tokens"}
+    other = answer_of(scene, "/v1/completions", {**body, "max_tokens": 2}, idempotency_key="one")
     assert (other.status, other.json["error"]["code"]) == (422, "idempotency_key_reused")
 
 
@@ -284,11 +286,11 @@ def test_schema_size_is_measured_before_it_is_serialised(monkeypatch: pytest.Mon
 
 def test_too_many_choices_for_a_large_body_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_requests, "COPIES_BYTES_MAX", 200_000)
-    scene = Scene(saying("a"), cards=LARGE_CARDS)
+    scene = HandlerHarness(answering_with("a"), cards=LARGE_CARDS)
     body = {"model": "large", "prompt": "a" * 50_000, "n": 4}
-    reply = answered(scene, "/v1/completions", body)
+    reply = answer_of(scene, "/v1/completions", body)
     assert (reply.status, reply.json["error"]["param"]) == (400, "n")
-    assert answered(scene, "/v1/completions", {**body, "n": 3}).status == 200
+    assert answer_of(scene, "/v1/completions", {**body, "n": 3}).status == 200
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -296,13 +298,13 @@ def test_copies_of_a_large_body_are_written_in_short_steps(
     chat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_requests, "compact", lambda body: pytest.fail("written in one call"))
-    scene = Scene(saying("a"), cards=LARGE_CARDS)
+    scene = HandlerHarness(answering_with("a"), cards=LARGE_CARDS)
     body: dict[str, Any] = {"model": "large", "n": 3, "max_tokens": 1, "seed": 4}
     body |= (
         {"messages": [{"role": "user", "content": "\u00e9" * 50_000}]} if chat else {"prompt": [7] * 50_000}
     )
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    assert answered(scene, path, body).status == 200
+    assert answer_of(scene, path, body).status == 200
     for place, asked in enumerate(scene.driver.asked):
         assert json.loads(asked.body) == {**body, "n": 1, "seed": 4 + (place << 32)}
 
@@ -310,11 +312,11 @@ def test_copies_of_a_large_body_are_written_in_short_steps(
 def test_rendered_chat_beyond_the_context_is_refused_before_tokenisation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = letters()
+    text = letter_tokenizer()
     card = ModelCard("short", 100, text, vocab=300)
     monkeypatch.setattr(ModelTokenizer, "chat", lambda self, messages, **more: "a" * (card.most_chars + 1))
     monkeypatch.setattr(ModelTokenizer, "encode", lambda self, text, **more: pytest.fail("tokenised"))
-    scene = Scene(saying("a"), cards={"short": card})
+    scene = HandlerHarness(answering_with("a"), cards={"short": card})
     reply = scene.ask(
         "/v1/chat/completions", {"model": "short", "messages": [{"role": "user", "content": "a"}]}
     )
@@ -344,9 +346,9 @@ def test_large_body_for_another_model_name_is_not_parsed_again(monkeypatch: pyte
 
 
 def test_large_body_for_a_plain_server_is_forwarded_rewritten() -> None:
-    scene = Scene(saying("a"), cards={SERVER: ModelCard(SERVER, 1 << 20, None, plain=True)})
+    scene = HandlerHarness(answering_with("a"), cards={SERVER: ModelCard(SERVER, 1 << 20, None, plain=True)})
     body = {"prompt": "a" * 40_000, "top_k": 1, "cache_salt": "s", "model": SERVER}
-    answered(scene, "/v1/completions", body)
+    answer_of(scene, "/v1/completions", body)
     asked = scene.driver.asked[0]
     assert isinstance(asked.body, RewrittenBody)
     assert json.loads(asked.body) == body
@@ -355,11 +357,11 @@ def test_large_body_for_a_plain_server_is_forwarded_rewritten() -> None:
 
 def test_long_prompt_is_prepared_for_dispatch_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_requests, "SLICE_TOKENS", 1_000)
-    card = ModelCard(NAME, 1 << 20, letters(), vocab=300)
-    scene = Scene(saying("a"), cards={NAME: card})
+    card = ModelCard(NAME, 1 << 20, letter_tokenizer(), vocab=300)
+    scene = HandlerHarness(answering_with("a"), cards={NAME: card})
     prompts = [[number % 200 for number in range(20_000)], [7] * 9_000, [1, 2]]
     body = {"model": NAME, "prompt": prompts, "n": 2, "max_tokens": 1, "seed": 1}
-    assert answered(scene, "/v1/completions", body).status == 200
+    assert answer_of(scene, "/v1/completions", body).status == 200
     for place, asked in enumerate(scene.driver.asked):
         prompt = prompts[place // 2]
         assert list(asked.prompt) == prompt

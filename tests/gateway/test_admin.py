@@ -179,7 +179,7 @@ def test_counters_of_several_processes_add_up(told: list[tuple[int, str, float]]
 
 
 @asynccontextmanager
-async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, Counters]]:
+async def admin_client(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, Counters]]:
     fleet, counters = Fleet(), Counters()
     built = build_admin(
         AdminContext(GatewayMetrics(counters, fleet), fleet, lambda: {"keys": {"problem": ""}}, key)
@@ -188,13 +188,13 @@ async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, F
         yield session, fleet, counters
 
 
-def played(scenario: Callable[[], Awaitable[None]]) -> None:
+def run_async(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(scenario())  # type: ignore[arg-type]
 
 
 def test_admin_port_serves_metrics_and_snapshot() -> None:
     async def scenario() -> None:
-        async with office() as (session, fleet, counters):
+        async with admin_client() as (session, fleet, counters):
             counters.answered(TOLD)
             async with session.get("/metrics") as reply:
                 assert b"vllm:time_to_first_token_seconds" in await reply.read()
@@ -218,12 +218,12 @@ def test_admin_port_serves_metrics_and_snapshot() -> None:
             async with session.put("/plan", json={}, headers={"Origin": "http://evil"}) as reply:
                 assert reply.status == 403
 
-    played(scenario)
+    run_async(scenario)
 
 
 def test_admin_port_refuses_header_names_with_white_space_at_once() -> None:
     async def scenario() -> None:
-        async with office() as (session, fleet, *_):
+        async with admin_client() as (session, fleet, *_):
             at = session._base_url
             assert at is not None
             for name in (b"TE\t", b"TE ", b"Transfer-Encoding\t", b"Content-Length "):
@@ -233,12 +233,12 @@ def test_admin_port_refuses_header_names_with_white_space_at_once() -> None:
                 writer.close()
             assert fleet.put == []
 
-    played(scenario)
+    run_async(scenario)
 
 
 def test_admin_port_has_its_own_key() -> None:
     async def scenario() -> None:
-        async with office("k" * 20) as (session, *_):
+        async with admin_client("k" * 20) as (session, *_):
             for headers, status in (({}, 401), ({"Authorization": "Bearer x"}, 401)):
                 async with session.get("/metrics", headers=headers) as reply:
                     assert reply.status == status
@@ -247,7 +247,7 @@ def test_admin_port_has_its_own_key() -> None:
             async with session.get("/metrics", headers={"Authorization": "Bearer " + "k" * 20}) as reply:
                 assert reply.status == 200
 
-    played(scenario)
+    run_async(scenario)
 
 
 def test_request_outcomes_segments_and_kv_bytes_are_counted() -> None:

@@ -29,7 +29,7 @@ GIVE_UP_S = 60.0
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., StubServer]]:
+def start_server() -> Iterator[Callable[..., StubServer]]:
     servers: list[StubServer] = []
 
     def start_one(answers: Answers, **options: Any) -> StubServer:
@@ -120,12 +120,12 @@ def free_port() -> int:
 
 
 def test_models_of_different_server_kinds_are_served(
-    tmp_path: Path, start: Callable[..., StubServer]
+    tmp_path: Path, start_server: Callable[..., StubServer]
 ) -> None:
     servers = (
-        start(vllm("a", 4096)),
-        start(ollama("b", "c")),
-        start(llama_cpp("d"), prefix="/x", key="secret"),
+        start_server(vllm("a", 4096)),
+        start_server(ollama("b", "c")),
+        start_server(llama_cpp("d"), prefix="/x", key="secret"),
     )
     (tmp_path / "key").write_text("secret\n")
     lines = (
@@ -149,11 +149,11 @@ def test_models_of_different_server_kinds_are_served(
 
 
 def test_request_is_refused_at_once_with_the_reason_of_each_server(
-    tmp_path: Path, start: Callable[..., StubServer]
+    tmp_path: Path, start_server: Callable[..., StubServer]
 ) -> None:
-    page, port = start({"/health": (200, HTML), "/v1/models": (200, HTML)}), free_port()
+    page, port = start_server({"/health": (200, HTML), "/v1/models": (200, HTML)}), free_port()
     lines = (
-        f"url: '{start(vllm('a')).url}'",
+        f"url: '{start_server(vllm('a')).url}'",
         f"url: '{page.url}', model: b",
         f"url: 'http://127.0.0.1:{port}', model: b",
     )
@@ -175,13 +175,13 @@ def test_request_is_refused_at_once_with_the_reason_of_each_server(
 
 
 def test_server_that_comes_up_later_is_used_and_one_that_stops_is_reported(
-    tmp_path: Path, start: Callable[..., StubServer]
+    tmp_path: Path, start_server: Callable[..., StubServer]
 ) -> None:
     port = free_port()
 
     async def body(client: Client) -> None:
         assert (await client.chat("m"))[0] == 503
-        server = start(vllm("m"), port=port)
+        server = start_server(vllm("m"), port=port)
         await client.until(lambda snapshot: snapshot["models"]["m"]["ready"])
         assert (await client.chat("m"))[0] == 200
         server.close()
@@ -193,8 +193,10 @@ def test_server_that_comes_up_later_is_used_and_one_that_stops_is_reported(
     run(tmp_path, (f"url: 'http://127.0.0.1:{port}', model: m",), body)
 
 
-def test_server_that_changed_its_model_is_not_used(tmp_path: Path, start: Callable[..., StubServer]) -> None:
-    server = start(vllm("m"))
+def test_server_that_changed_its_model_is_not_used(
+    tmp_path: Path, start_server: Callable[..., StubServer]
+) -> None:
+    server = start_server(vllm("m"))
 
     async def body(client: Client) -> None:
         assert (await client.chat("m"))[0] == 200
@@ -207,9 +209,9 @@ def test_server_that_changed_its_model_is_not_used(tmp_path: Path, start: Callab
 
 
 def test_request_beyond_the_server_context_is_refused_before_it_is_sent(
-    tmp_path: Path, start: Callable[..., StubServer]
+    tmp_path: Path, start_server: Callable[..., StubServer]
 ) -> None:
-    server = start(vllm("m", 100))
+    server = start_server(vllm("m", 100))
 
     async def body(client: Client) -> None:
         for text, fields in (("word " * 2000, {}), ("word " * 300, {}), ("hi", {"max_tokens": 101})):
@@ -223,9 +225,13 @@ def test_request_beyond_the_server_context_is_refused_before_it_is_sent(
 
 
 def test_request_goes_to_a_server_whose_context_fits_it(
-    tmp_path: Path, start: Callable[..., StubServer]
+    tmp_path: Path, start_server: Callable[..., StubServer]
 ) -> None:
-    short, long, unknown = start(vllm("m", 200)), start(vllm("m", 2000)), start(llama_cpp("n"))
+    short, long, unknown = (
+        start_server(vllm("m", 200)),
+        start_server(vllm("m", 2000)),
+        start_server(llama_cpp("n")),
+    )
 
     async def body(client: Client) -> None:
         for _ in range(4):
@@ -242,9 +248,9 @@ def test_request_goes_to_a_server_whose_context_fits_it(
 
 
 def test_attached_servers_have_no_hardware_and_no_price(
-    tmp_path: Path, start: Callable[..., StubServer]
+    tmp_path: Path, start_server: Callable[..., StubServer]
 ) -> None:
-    server = start(vllm("m"))
+    server = start_server(vllm("m"))
 
     async def body(client: Client) -> None:
         assert (await client.chat("m"))[0] == 200
@@ -265,8 +271,10 @@ def test_attached_servers_have_no_hardware_and_no_price(
     run(tmp_path, (f"url: '{server.url}'",), body)
 
 
-def test_roster_names_key_files_and_holds_no_key(tmp_path: Path, start: Callable[..., StubServer]) -> None:
-    server = start(vllm("m"), key="secret")
+def test_roster_names_key_files_and_holds_no_key(
+    tmp_path: Path, start_server: Callable[..., StubServer]
+) -> None:
+    server = start_server(vllm("m"), key="secret")
     (tmp_path / "k").write_text("secret")
     file = tmp_path / "servers.yaml"
     file.write_text(f"engines: [{{url: '{server.url}', key_file: k}}]")

@@ -19,7 +19,7 @@ from potluck.core.values.types import Request
 from potluck.gateway.core import BrainLoop
 
 
-class Scripted:
+class ScriptedBrain:
     def __init__(self) -> None:
         self.requests: dict[str, object] = {}
         self.heard: list[Event] = []
@@ -42,13 +42,13 @@ def _run(name: str) -> Run:
     return Run(name, aggregated("a"), 0, 10, 0)
 
 
-def _desk() -> tuple[BrainLoop, Scripted]:
-    mind = Scripted()
+def _brain_loop() -> tuple[BrainLoop, ScriptedBrain]:
+    mind = ScriptedBrain()
     return BrainLoop(mind, mind.requests), mind
 
 
 def test_actions_go_to_the_worker_that_owns_the_request() -> None:
-    brain_loop, mind = _desk()
+    brain_loop, mind = _brain_loop()
     one: list[Action] = []
     two: list[Action] = []
     first, second = brain_loop.line(one.extend), brain_loop.line(two.extend)
@@ -64,7 +64,7 @@ def test_actions_go_to_the_worker_that_owns_the_request() -> None:
 
 
 def test_events_raised_while_acting_are_processed_afterwards_in_order() -> None:
-    brain_loop, mind = _desk()
+    brain_loop, mind = _brain_loop()
     brain_client = brain_loop.line(lambda actions: None)
 
     def act(actions: Sequence[Action]) -> None:
@@ -81,7 +81,7 @@ def test_events_raised_while_acting_are_processed_afterwards_in_order() -> None:
 
 
 def test_ended_requests_have_no_owner_entry() -> None:
-    brain_loop, mind = _desk()
+    brain_loop, mind = _brain_loop()
     heard: list[Action] = []
     brain_client = brain_loop.line(heard.extend)
     for name, ending in (("a", RequestFinished("a", 0, 3)), ("b", RequestCancelled("b"))):
@@ -94,7 +94,7 @@ def test_ended_requests_have_no_owner_entry() -> None:
 
 
 def test_failed_attempt_that_is_retried_keeps_its_owner() -> None:
-    brain_loop, mind = _desk()
+    brain_loop, mind = _brain_loop()
     heard: list[Action] = []
     brain_client = brain_loop.line(heard.extend)
     mind.answers = [[_run("x")], [Run("x", aggregated("b"), 1, 12, 2)]]
@@ -106,7 +106,7 @@ def test_failed_attempt_that_is_retried_keeps_its_owner() -> None:
 
 
 def test_requests_of_a_lost_worker_are_cancelled() -> None:
-    brain_loop, mind = _desk()
+    brain_loop, mind = _brain_loop()
     gone, stays = brain_loop.line(lambda actions: None), brain_loop.line(lambda actions: None)
     gone.tell(RequestArrived(_request("x")))
     stays.tell(RequestArrived(_request("y")))
@@ -117,7 +117,7 @@ def test_requests_of_a_lost_worker_are_cancelled() -> None:
 
 def test_brain_time_starts_at_zero_and_watchers_get_every_event() -> None:
     now = [100.0]
-    mind = Scripted()
+    mind = ScriptedBrain()
     brain_loop = BrainLoop(mind, mind.requests, clock=lambda: now[0])
     seen: list[tuple[float, str]] = []
     brain_loop.watchers.append(lambda at_s, event, actions: seen.append((at_s, type(event).__name__)))

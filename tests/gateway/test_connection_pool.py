@@ -23,7 +23,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
 
-class Ear:
+class RecordingListener:
     def __init__(self) -> None:
         self.status = 0
         self.heard = b""
@@ -50,7 +50,9 @@ class Ear:
         self.ended.set()
 
 
-def engine(talk: Talk, work: Callable[[ConnectionPool, Address], Awaitable[None]], **options: float) -> None:
+def run_against_server(
+    talk: Talk, work: Callable[[ConnectionPool, Address], Awaitable[None]], **options: float
+) -> None:
     async def run() -> None:
         async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -96,7 +98,7 @@ def test_connection_is_reused_and_the_request_is_complete() -> None:
         assert connection_pool.rtt_s(Address("127.0.0.1", 1)) == 0.0, "nobody is connected there"
         assert 0 < connection_pool.rtt_s(address) < 60 or sys.platform != "linux"
 
-    engine(talk, work)
+    run_against_server(talk, work)
     assert len(visits) == 1
     assert seen[0].startswith(b"POST /x?y HTTP/1.1\r\nhost: 127.0.0.1:")
     assert seen[0].endswith(b"a: b\r\ncontent-length: 4\r\n\r\nbody")
@@ -116,7 +118,7 @@ def test_stale_connection_is_replaced_once_without_an_error() -> None:
         for _ in range(2):
             assert (await fetch(connection_pool, address, b"GET", b"/"))[1] == b"hi"
 
-    engine(talk, work)
+    run_against_server(talk, work)
     assert len(visits) == 2
 
 
@@ -131,7 +133,7 @@ def test_request_on_a_new_connection_that_fails_is_not_retried() -> None:
         with pytest.raises(NoResponse, match="closed the connection before its answer"):
             await fetch(connection_pool, address, b"GET", b"/")
 
-    engine(talk, work)
+    run_against_server(talk, work)
     assert len(visits) == 1
 
 
@@ -149,7 +151,7 @@ def test_idle_connections_are_closed() -> None:
         while len(connection_pool):
             await asyncio.sleep(0.01)
 
-    engine(talk, work, idle_s=0.0)
+    run_against_server(talk, work, idle_s=0.0)
     assert ended == [1]
 
 
@@ -181,7 +183,7 @@ def test_response_body_and_end_are_reported_for_each_framing(said: bytes, heard:
         await writer.drain()
 
     async def work(connection_pool: ConnectionPool, address: Address) -> None:
-        ear = Ear()
+        ear = RecordingListener()
         connection_pool.send(address, b"GET", b"/", b"", ear)
         await ear.ended.wait()
         assert ear.heard == heard
@@ -190,7 +192,7 @@ def test_response_body_and_end_are_reported_for_each_framing(said: bytes, heard:
         if why:
             assert f":{address.port} " in ear.why
 
-    engine(talk, work)
+    run_against_server(talk, work)
 
 
 def test_cancelled_request_closes_its_connection_without_callbacks() -> None:
@@ -208,7 +210,7 @@ def test_cancelled_request_closes_its_connection_without_callbacks() -> None:
             ended.set()
 
     async def work(connection_pool: ConnectionPool, address: Address) -> None:
-        ear = Ear()
+        ear = RecordingListener()
         call = connection_pool.send(address, b"GET", b"/", b"", ear)
         await ear.came.wait()
         call.cancel()
@@ -217,11 +219,11 @@ def test_cancelled_request_closes_its_connection_without_callbacks() -> None:
         call.cancel()
         assert ear.heard == heard
         assert not ear.ended.is_set()
-        connection_pool.send(address, b"GET", b"/", b"", Ear()).cancel()
+        connection_pool.send(address, b"GET", b"/", b"", RecordingListener()).cancel()
         while len(connection_pool):
             await asyncio.sleep(0.001)
 
-    engine(talk, work)
+    run_against_server(talk, work)
 
 
 def test_paused_response_applies_backpressure_to_the_engine() -> None:
@@ -237,7 +239,7 @@ def test_paused_response_applies_backpressure_to_the_engine() -> None:
             sent += 1
 
     async def work(connection_pool: ConnectionPool, address: Address) -> None:
-        ear = Ear()
+        ear = RecordingListener()
         call = connection_pool.send(address, b"GET", b"/", b"", ear)
         await ear.came.wait()
         call.pause()
@@ -250,13 +252,13 @@ def test_paused_response_applies_backpressure_to_the_engine() -> None:
         await ear.ended.wait()
         assert (len(ear.heard), ear.why) == (30_000_000, "")
 
-    engine(talk, work)
+    run_against_server(talk, work)
 
 
 def test_unreachable_address_is_reported_after_send_returned() -> None:
     async def work() -> None:
         connection_pool = ConnectionPool(most=0)
-        ear = Ear()
+        ear = RecordingListener()
         connection_pool.send(Address("127.0.0.1", 9), b"GET", b"/", b"", ear)
         assert not ear.ended.is_set()
         await ear.ended.wait()
@@ -288,7 +290,7 @@ def test_fetch_enforces_a_size_and_a_time_limit() -> None:
         with pytest.raises(NoResponse, match="0.05 s"):
             await fetch(connection_pool, address, b"GET", b"/never", within_s=0.05)
 
-    engine(talk, work)
+    run_against_server(talk, work)
 
 
 ANSWER = (
@@ -332,9 +334,9 @@ def test_finished_request_leaves_no_references() -> None:
     async def work(connection_pool: ConnectionPool, address: Address) -> None:
         gc.collect()  # What other tests left is not this one's.
         for _ in range(20):
-            ear = Ear()
+            ear = RecordingListener()
             connection_pool.send(address, b"POST", b"/", b"x" * 1000, ear)
             await ear.ended.wait()
         assert not [item for item in gc.get_objects() if type(item) is EngineCall]
 
-    engine(talk, work)
+    run_against_server(talk, work)

@@ -8,12 +8,12 @@ import pytest
 from dispatch_helpers import (
     LIES,
     Clock,
-    Desk,
-    Fleet,
-    Heard,
-    Stage,
-    asked,
-    driver,
+    DispatchHarness,
+    FakeBrainLine,
+    FakeEngines,
+    RecordedAnswer,
+    choice_request,
+    dispatcher_of,
     plan_of,
     right_answer,
 )
@@ -37,9 +37,9 @@ from potluck.gateway.values import Endpoint
 
 
 def test_exact_request_uses_no_codec_in_every_attempt() -> None:
-    stage = Stage("a", "b", "c", "d", far=("a", "c"))
+    stage = DispatchHarness("a", "b", "c", "d", far=("a", "c"))
     stage.fleet.codecs = {("far", "near"): "int8", ("near", "near"): "int4", ("near", "far"): "int4"}
-    what = asked(exact=True)
+    what = choice_request(exact=True)
     stage.begin(what, Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None))))
     stage.again(what, handed_over("b", "a", 12), 1, 0)
     arrived = stage.line.told[0]
@@ -58,11 +58,11 @@ SPLIT = Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None)))
 def test_cache_salt_is_the_same_in_every_segment_and_attempt_of_a_request(
     before: Route, after: Route, own: bool
 ) -> None:
-    stage = Stage()
+    stage = DispatchHarness()
     for replica in "abcd":
         stage.fleet.add(replica, own=own)
     body = {"own": True, "path": b"/v1/completions", "body": b'{"model":"m"}'} if own else {}
-    what = asked(salt="of-a-tenant", tenant="t", **body)
+    what = choice_request(salt="of-a-tenant", tenant="t", **body)
     stage.begin(what, before)
     for replica in "abcd":
         stage.fleet.kill(replica)
@@ -73,29 +73,31 @@ def test_cache_salt_is_the_same_in_every_segment_and_attempt_of_a_request(
 
 
 def test_cache_salt_is_the_same_after_streamed_tokens_and_several_failures() -> None:
-    stage = Stage("a", "b", "c")
-    what = asked(salt="of-a-tenant", most=30, ends=())
+    stage = DispatchHarness("a", "b", "c")
+    what = choice_request(salt="of-a-tenant", most=30, ends=())
     heard = stage.begin(what, aggregated("a"))
     for attempt, (failing, following) in enumerate((("a", "b"), ("b", "c"), ("c", "a")), 1):
         stage.call(failing).step(3)
         stage.fleet.kill(failing)
-        stage.again(what, aggregated(following), attempt, len(heard.tokens_))
-    stage.to_end()
-    heard.is_right()
+        stage.again(what, aggregated(following), attempt, len(heard.received))
+    stage.run_to_end()
+    heard.assert_right()
     assert [call.body["salt"] for call in stage.fleet.sent] == ["of-a-tenant"] * 4
 
 
 def test_cache_salt_is_sent_for_a_request_resumed_from_another_process() -> None:
-    stage = Stage("a")
-    what = asked(salt="of-a-tenant", most=30, ends=())
-    stage.dispatcher.resume(what, Heard(what), right_answer(what)[:4])
+    stage = DispatchHarness("a")
+    what = choice_request(salt="of-a-tenant", most=30, ends=())
+    stage.dispatcher.resume(what, RecordedAnswer(what), right_answer(what)[:4])
     stage.again(what, aggregated("a"), 1, 4)
     assert stage.call("a").body["salt"] == "of-a-tenant"
 
 
 def test_engine_whose_answers_all_stall_fails_all_its_requests() -> None:
-    stage = Stage("x")
-    heards = [stage.begin(asked(name, most=30, ends=()), aggregated("x")) for name in ("a", "b", "c")]
+    stage = DispatchHarness("x")
+    heards = [
+        stage.begin(choice_request(name, most=30, ends=()), aggregated("x")) for name in ("a", "b", "c")
+    ]
     for _ in range(10):
         stage.clock.pass_s(0.02)
         stage.fleet.step_all()
@@ -104,13 +106,13 @@ def test_engine_whose_answers_all_stall_fails_all_its_requests() -> None:
     assert {(item.request, item.kind, item.where) for item in failed} == {
         (name, "replica", "x") for name in ("a", "b", "c")
     }
-    assert [len(heard.tokens_) for heard in heards] == [item.streamed_tokens for item in failed]
+    assert [len(heard.received) for heard in heards] == [item.streamed_tokens for item in failed]
 
 
 def test_stalled_answer_fails_alone_while_others_of_its_engine_progress() -> None:
-    stage = Stage("x")
-    stage.begin(asked("a", most=9999, ends=()), aggregated("x"))
-    stage.begin(asked("b", most=9999, ends=()), aggregated("x"))
+    stage = DispatchHarness("x")
+    stage.begin(choice_request("a", most=9999, ends=()), aggregated("x"))
+    stage.begin(choice_request("b", most=9999, ends=()), aggregated("x"))
     flowing, still = stage.fleet.sent
     still.step()
     for _ in range(400):
@@ -122,8 +124,8 @@ def test_stalled_answer_fails_alone_while_others_of_its_engine_progress() -> Non
 
 
 def test_long_prefill_is_awaited_up_to_a_limit() -> None:
-    stage = Stage("x")
-    stage.begin(asked(), aggregated("x"))
+    stage = DispatchHarness("x")
+    stage.begin(choice_request(), aggregated("x"))
     stage.clock.pass_s(LEAST_FIRST_S - 1)
     assert stage.news == []
     stage.clock.pass_s(MOST_FIRST_S)
@@ -131,9 +133,9 @@ def test_long_prefill_is_awaited_up_to_a_limit() -> None:
 
 
 def test_silent_engine_that_left_the_directory_fails_its_requests() -> None:
-    stage = Stage("x", "y")
-    stage.begin(asked("a", most=99, ends=()), aggregated("x"))
-    stage.begin(asked("b", most=99, ends=()), aggregated("y"))
+    stage = DispatchHarness("x", "y")
+    stage.begin(choice_request("a", most=99, ends=()), aggregated("x"))
+    stage.begin(choice_request("b", most=99, ends=()), aggregated("y"))
     del stage.fleet.endpoints["x"], stage.fleet.endpoints["y"]
     for _ in range(20):
         stage.clock.pass_s(0.2)
@@ -145,9 +147,9 @@ def test_silent_engine_that_left_the_directory_fails_its_requests() -> None:
 
 def test_engine_reported_silent_fails_requests_whose_answers_do_not_progress() -> None:
     """Long before its own limits: a prompt that is computed says nothing for a long time."""
-    stage = Stage("x", "y")
-    stage.begin(asked("a", most=99, ends=()), aggregated("x"))
-    stage.begin(asked("b", most=99, ends=()), aggregated("y"))
+    stage = DispatchHarness("x", "y")
+    stage.begin(choice_request("a", most=99, ends=()), aggregated("x"))
+    stage.begin(choice_request("b", most=99, ends=()), aggregated("y"))
     for _ in range(20):
         stage.clock.pass_s(0.05)
         stage.call("y").step()
@@ -166,8 +168,8 @@ def test_engine_reported_silent_fails_requests_whose_answers_do_not_progress() -
 def test_stall_before_the_first_token_is_attributed_to_its_cause(
     steps: int, silent: str, kind: FailureKind, where: str
 ) -> None:
-    stage = Stage("p", "d")
-    stage.begin(asked(), handed_over("p", "d", 10))
+    stage = DispatchHarness("p", "d")
+    stage.begin(choice_request(), handed_over("p", "d", 10))
     for _ in range(steps):
         stage.call("p").step()
     stage.clock.pass_s(max(MOST_FIRST_S, HANDOVER_S) + 1)
@@ -177,66 +179,70 @@ def test_stall_before_the_first_token_is_attributed_to_its_cause(
 
 
 def test_stall_of_the_gateway_process_is_not_attributed_to_engines() -> None:
-    stage = Stage("x")
-    heard = stage.begin(asked(), aggregated("x"))
+    stage = DispatchHarness("x")
+    heard = stage.begin(choice_request(), aggregated("x"))
     stage.call("x").step()
     stage.clock.now += 100.0  # Timers could not fire.
     stage.clock.pass_s(0.3)
     assert stage.news == [FirstToken("r", 0)]
-    stage.to_end()
-    heard.is_right()
+    stage.run_to_end()
+    heard.assert_right()
 
 
-def known(name: str = "r") -> Request:
-    what = asked(name, 20, 12)
+def known_request(name: str = "r") -> Request:
+    what = choice_request(name, 20, 12)
     return Request(name, "m", 0.0, what.prompt_tokens, what.max_output_tokens)
 
 
-def renamed(endpoint: Endpoint) -> str | None:
+def renamed_replica(endpoint: Endpoint) -> str | None:
     return f"new-{endpoint.replica}"
 
 
-def told(stage: Stage, name: str = "r") -> Event | None:
-    return stage.dispatcher.whereabouts(name, renamed)
+def adoption_event(stage: DispatchHarness, name: str = "r") -> Event | None:
+    return stage.dispatcher.whereabouts(name, renamed_replica)
 
 
 def test_unsent_request_is_reported_to_a_new_brain_as_arrived() -> None:
-    stage = Stage("x")
-    stage.dispatcher.begin(asked("r", 20, 12), Heard(asked("r", 20, 12)))
-    event = told(stage)
+    stage = DispatchHarness("x")
+    stage.dispatcher.begin(choice_request("r", 20, 12), RecordedAnswer(choice_request("r", 20, 12)))
+    event = adoption_event(stage)
     assert isinstance(event, RequestArrived)
-    assert event.request == known()
+    assert event.request == known_request()
 
 
 def test_running_request_is_reported_to_a_new_brain_with_its_route() -> None:
-    stage = Stage("x", "y")
-    heard = stage.begin(asked("r", 20, 12), handed_over("x", "y", 20))
-    assert told(stage) == RequestAdopted(known(), 0, 0, handed_over("new-x", "new-y", 20), 0, False)
-    while not heard.tokens_:
+    stage = DispatchHarness("x", "y")
+    heard = stage.begin(choice_request("r", 20, 12), handed_over("x", "y", 20))
+    assert adoption_event(stage) == RequestAdopted(
+        known_request(), 0, 0, handed_over("new-x", "new-y", 20), 0, False
+    )
+    while not heard.received:
         stage.fleet.step_all()
-    event = told(stage)
+    event = adoption_event(stage)
     assert isinstance(event, RequestAdopted)
     assert (event.route, event.first) == (handed_over("new-x", "new-y", 20), True)
     assert stage.dispatcher.whereabouts("r", lambda each: None) is None, "nobody knows it yet"
-    stage.to_end()
+    stage.run_to_end()
     assert stage.dispatcher.names() == []
-    heard.is_right()
+    heard.assert_right()
 
 
 def test_failed_request_is_reported_to_a_new_brain_with_its_streamed_tokens() -> None:
-    stage = Stage("x", "y")
-    heard = stage.begin(asked("r", 20, 12, ends=()), aggregated("x"))
-    while len(heard.tokens_) < 3:
+    stage = DispatchHarness("x", "y")
+    heard = stage.begin(choice_request("r", 20, 12, ends=()), aggregated("x"))
+    while len(heard.received) < 3:
         stage.fleet.step_all()
-    streamed = len(heard.tokens_)
+    streamed = len(heard.received)
     stage.fleet.kill("x")
-    assert stage.dispatcher.whereabouts("r", lambda each: None) == RequestAdopted(known(), 0, streamed, None)
+    assert stage.dispatcher.whereabouts("r", lambda each: None) == RequestAdopted(
+        known_request(), 0, streamed, None
+    )
     stage.dispatcher.act([Run("r", aggregated("y"), 1, 20 + streamed, streamed)])
-    event = told(stage)
+    event = adoption_event(stage)
     assert isinstance(event, RequestAdopted)
     assert (event.attempt, event.streamed_tokens, event.first) == (1, streamed, False)
-    stage.to_end()
-    heard.is_right()
+    stage.run_to_end()
+    heard.assert_right()
 
 
 FLEETS: dict[str, list[list[Any]]] = {
@@ -272,12 +278,12 @@ TROUBLES = 6  # At most so many, so that no request is sent more often than the 
 def test_every_request_gets_its_exact_answer_despite_failures(
     fleet_name: str, steps: list[tuple[str, int, int]], requests: int, most: int
 ) -> None:
-    clock, fleet = Clock(), Fleet()
-    brain_loop = Desk(clock, fleet, plan_of(FLEETS[fleet_name]), Policy(retries=99))
-    dispatcher = driver(brain_loop, fleet, clock)
+    clock, fleet = Clock(), FakeEngines()
+    brain_loop = FakeBrainLine(clock, fleet, plan_of(FLEETS[fleet_name]), Policy(retries=99))
+    dispatcher = dispatcher_of(brain_loop, fleet, clock)
     heards = []
     for number in range(requests):
-        heard = Heard(asked(f"r{number}", 20 + number, most, min_tokens=number % 2))
+        heard = RecordedAnswer(choice_request(f"r{number}", 20 + number, most, min_tokens=number % 2))
         heards.append(heard)
         dispatcher.begin(heard.asked, heard)
     left = TROUBLES
@@ -335,7 +341,7 @@ def test_every_request_gets_its_exact_answer_despite_failures(
             break
         brain_loop.tick()
     for heard in heards:
-        heard.is_right()
+        heard.assert_right()
     assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
     assert brain_loop.brain.requests == {}
     assert not any(view.open_requests for view in brain_loop.brain.fleet.views.values())

@@ -31,16 +31,16 @@ def benchmark(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def same() -> ModuleType:
+def answer_benchmark() -> ModuleType:
     return benchmark("gateway_same")
 
 
 @pytest.mark.slow
-def test_answers_over_every_route_equal_those_of_a_single_engine(same: ModuleType) -> None:
+def test_answers_over_every_route_equal_those_of_a_single_engine(answer_benchmark: ModuleType) -> None:
     """Exact ones also where others are lossy. The same was asked before without asking for exactness: what came in
     four bits must not be found in a cache."""
     kinds = ("in place", "P/D", "split", "remote", "recovered")
-    figures = same.compared("words", kinds, count=8, output=32, engines=2, seed=3, lossy="int4")
+    figures = answer_benchmark.compared("words", kinds, count=8, output=32, engines=2, seed=3, lossy="int4")
     for kind in (*kinds, "P/D in int4"):
         assert figures[f"words, {kind}: mismatches"] == 0, kind
         assert figures[f"words, {kind}: taken"] > 0, f"nothing went by {kind}"
@@ -49,11 +49,11 @@ def test_answers_over_every_route_equal_those_of_a_single_engine(same: ModuleTyp
     assert figures["words, P/D in int4: lossy mismatches"] > 0, "four bits changed nothing"
 
 
-def test_answer_comparison_detects_any_difference(same: ModuleType) -> None:
+def test_answer_comparison_detects_any_difference(answer_benchmark: ModuleType) -> None:
     """Put together from pieces, however they are cut, and told apart by any part of it."""
 
     def said(*parts: dict[str, object]) -> object:
-        made = same.Said()
+        made = answer_benchmark.Said()
         for part in parts:
             made.add(part)
         return made

@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dispatch_helpers import Clock, Desk, Fleet, Heard, Stage, asked, driver, plan_of
-from openai_helpers import NAME, SERVER, Scene, choices
+from dispatch_helpers import (
+    Clock,
+    DispatchHarness,
+    FakeBrainLine,
+    FakeEngines,
+    RecordedAnswer,
+    choice_request,
+    dispatcher_of,
+    plan_of,
+)
+from openai_helpers import NAME, SERVER, HandlerHarness, sampled_letters
 
 from potluck.core.state import events
 from potluck.core.state.actions import Refuse
@@ -30,11 +39,11 @@ BOMB = {"type": "array", "items": {"type": "null"}, "minItems": 1_000_000_000}
 GOOD = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def form(schema: object) -> dict[str, Any]:
+def json_schema_format(schema: object) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
-class InOrder(TokenizerPool):
+class InlinePool(TokenizerPool):
     """Counts what would go to a thread, and does it at once."""
 
     apart = 0
@@ -58,11 +67,11 @@ class InOrder(TokenizerPool):
 @pytest.mark.parametrize("model", [NAME, SERVER])
 @pytest.mark.parametrize("stream", [False, True])
 def test_schema_beyond_the_limits_is_refused_before_any_engine(model: str, stream: bool) -> None:
-    scene = Scene()
+    scene = HandlerHarness()
     for body in (
-        {"response_format": form(BOMB)},
-        {"response_format": form({"properties": {"a": {"pattern": "(a{1000}){1000}"}}})},
-        {"response_format": form({"$ref": "#"})},
+        {"response_format": json_schema_format(BOMB)},
+        {"response_format": json_schema_format({"properties": {"a": {"pattern": "(a{1000}){1000}"}}})},
+        {"response_format": json_schema_format({"$ref": "#"})},
     ):
         result = scene.ask("/v1/completions", {"model": model, "prompt": "x", "stream": stream, **body})
         error = result.json["error"]
@@ -74,7 +83,7 @@ def test_schema_beyond_the_limits_is_refused_before_any_engine(model: str, strea
 
 
 def test_grammar_fields_of_plain_servers_are_checked() -> None:
-    scene = Scene()
+    scene = HandlerHarness()
     for body in (
         {"structured_outputs": {"json": BOMB}},
         {"guided_regex": "a{1000000}"},
@@ -98,9 +107,13 @@ def test_grammar_fields_of_plain_servers_are_checked() -> None:
 
 
 def test_requests_that_compile_a_grammar_are_marked() -> None:
-    scene = Scene()
+    scene = HandlerHarness()
     for model in (NAME, SERVER):
-        for body in ({}, {"response_format": {"type": "json_object"}}, {"response_format": form(GOOD)}):
+        for body in (
+            {},
+            {"response_format": {"type": "json_object"}},
+            {"response_format": json_schema_format(GOOD)},
+        ):
             scene.ask("/v1/completions", {"model": model, "prompt": "x", **body})
     assert [one.grammar for one in scene.driver.asked] == [False, False, True] * 2
 
@@ -117,7 +130,7 @@ def test_requests_that_compile_a_grammar_are_marked() -> None:
     ],
 )
 def test_grammar_in_a_field_of_another_server_marks_its_request(body: dict[str, Any]) -> None:
-    scene = Scene()
+    scene = HandlerHarness()
     scene.ask("/v1/completions", {"model": SERVER, "prompt": "x", **body})
     assert [one.grammar for one in scene.driver.asked] == [True]
 
@@ -125,21 +138,27 @@ def test_grammar_in_a_field_of_another_server_marks_its_request(body: dict[str, 
 @pytest.mark.parametrize("how", ["token", "end", "refusal", "client left"])
 @pytest.mark.parametrize("several", [{"n": 3}, {"prompt": ["x", "y", "z"]}])
 def test_choices_with_one_grammar_start_once_the_first_has_output(several: dict[str, Any], how: str) -> None:
-    pool = InOrder()
-    scene = Scene(tokenizer_pool=pool)
-    body = {"model": NAME, "prompt": "x", "max_tokens": 5, "response_format": form(GOOD), **several}
+    pool = InlinePool()
+    scene = HandlerHarness(tokenizer_pool=pool)
+    body = {
+        "model": NAME,
+        "prompt": "x",
+        "max_tokens": 5,
+        "response_format": json_schema_format(GOOD),
+        **several,
+    }
     reply = scene.ask("/v1/completions", body)
     (first,) = scene.driver.answers.values()
     if how == "token":
-        first.tokens(choices("a"))
-        first.tokens(choices("b"))
+        first.tokens(sampled_letters("a"))
+        first.tokens(sampled_letters("b"))
     elif how == "end":
         first.finished("stop", 0)
     elif how == "refusal":
         first.refused(Refuse("r", "grammar", ""))
     assert len(scene.driver.asked) == 1, "the loop has other work first"
     if how == "client left":
-        first.tokens(choices("a"))
+        first.tokens(sampled_letters("a"))
         assert reply.on_gone is not None
         reply.on_gone()
     for then in pool.postponed:
@@ -156,20 +175,20 @@ def test_choices_with_one_grammar_start_once_the_first_has_output(several: dict[
 @pytest.mark.parametrize("good", [False, True])
 def test_large_schema_is_checked_off_the_event_loop(good: bool) -> None:
     schema = {**(GOOD if good else BOMB), "description": "x" * INLINE_GRAMMAR_BYTES}
-    pool = InOrder()
-    scene = Scene(tokenizer_pool=pool)
-    result = scene.complete("x", response_format=form(schema))
+    pool = InlinePool()
+    scene = HandlerHarness(tokenizer_pool=pool)
+    result = scene.complete("x", response_format=json_schema_format(schema))
     assert pool.apart == 1 + good  # the prompt is tokenised by the same threads
     assert (result.status, len(scene.driver.asked)) == (None if good else 400, int(good))
 
 
 @pytest.mark.parametrize("how", ["dies", "cannot be reached", "drains", "dies later"])
 def test_request_with_grammar_is_retried_only_if_the_grammar_is_not_suspected(how: str) -> None:
-    clock, fleet = Clock(), Fleet()
-    desk = Desk(clock, fleet, plan_of([["mixed"]] * 3), Policy())
-    dispatcher = driver(desk, fleet, clock)
-    what = asked(sampling=Sampling(json_schema=json.dumps(GOOD)), grammar=True)
-    heard, other = Heard(what), Heard(asked("other"))
+    clock, fleet = Clock(), FakeEngines()
+    desk = FakeBrainLine(clock, fleet, plan_of([["mixed"]] * 3), Policy())
+    dispatcher = dispatcher_of(desk, fleet, clock)
+    what = choice_request(sampling=Sampling(json_schema=json.dumps(GOOD)), grammar=True)
+    heard, other = RecordedAnswer(what), RecordedAnswer(choice_request("other"))
     dispatcher.begin(what, heard)
     dispatcher.begin(other.asked, other)
     (call,) = [item for item in fleet.sent if item.body["request"] == "r"]
@@ -194,9 +213,9 @@ def test_request_with_grammar_is_retried_only_if_the_grammar_is_not_suspected(ho
         assert attempts[0].replica != attempts[1].replica
     while fleet.step_all():
         pass
-    other.is_right()
+    other.assert_right()
     if how != "dies":
-        heard.is_right()
+        heard.assert_right()
 
 
 @pytest.mark.parametrize("grammar", [False, True])
@@ -204,9 +223,9 @@ def test_request_with_grammar_is_retried_only_if_the_grammar_is_not_suspected(ho
 def test_request_with_grammar_that_lost_its_engine_without_a_brain_is_not_retried(
     grammar: bool, tokens: int
 ) -> None:
-    stage = Stage("x")
+    stage = DispatchHarness("x")
     heard = stage.begin(
-        asked(sampling=Sampling(json_schema=json.dumps(GOOD)), grammar=grammar), aggregated("x")
+        choice_request(sampling=Sampling(json_schema=json.dumps(GOOD)), grammar=grammar), aggregated("x")
     )
     if tokens:
         stage.call("x").step(tokens)
@@ -269,7 +288,12 @@ def test_grammar_that_crashes_its_engine_costs_one_engine_and_no_other_request(
 
     plan, spec = write_plans(tmp_path, [*WHOLE] * 3)
     words = {"model": MODEL, "prompt": "The captain of the ship said", "max_tokens": 200, "temperature": 0}
-    deadly = {**words, "stream": stream, "response_format": form({**GOOD, "description": "deadly"}), "n": 3}
+    deadly = {
+        **words,
+        "stream": stream,
+        "response_format": json_schema_format({**GOOD, "description": "deadly"}),
+        "n": 3,
+    }
     gateway = ("--files", f"{MODEL}={shipped_model()}")
     with DyingFleet(plan, spec, gateway=gateway) as fleet, ThreadPoolExecutor(6) as pool:
         running = [pool.submit(post, fleet.url, {**words, "seed": n}) for n in range(6)]
@@ -283,5 +307,5 @@ def test_grammar_that_crashes_its_engine_costs_one_engine_and_no_other_request(
             if process.popen.poll() is not None:
                 dead.append(process.popen.returncode)
         assert dead == [-signal.SIGKILL]
-        status, reply = post(fleet.url, {**words, "response_format": form(GOOD), "n": 3})
+        status, reply = post(fleet.url, {**words, "response_format": json_schema_format(GOOD), "n": 3})
         assert (status, len(reply["choices"])) == (200, 3)

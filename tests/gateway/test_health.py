@@ -56,7 +56,7 @@ from potluck.gateway.values import Address, Endpoint
 SAID = StatusReport("m", "f", "mixed", "ready", "", 1.0, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0), (), "")
 
 
-def _watch() -> tuple[HealthChecker, EngineRecord, list[tuple[Any, ...]]]:
+def _health_checker() -> tuple[HealthChecker, EngineRecord, list[tuple[Any, ...]]]:
     ends = {
         name: Endpoint(name, "m", region, Address("h", port), kv=f"h:{port}")
         for name, region, port in (("a", "east", 1), ("b", "west", 2))
@@ -74,7 +74,7 @@ def _watch() -> tuple[HealthChecker, EngineRecord, list[tuple[Any, ...]]]:
 
 
 def test_received_kv_bytes_are_counted_once_per_replica_and_link() -> None:
-    watch, receiver, moved = _watch()
+    watch, receiver, moved = _health_checker()
     receiver.said = replace(
         SAID, links=(LinkCounters("h:1", 1e6, 5e5, 0.0), LinkCounters("elsewhere:9", 0, 0, 70.0))
     )
@@ -87,14 +87,14 @@ def test_received_kv_bytes_are_counted_once_per_replica_and_link() -> None:
 
 
 def test_queued_bytes_of_a_sender_count_for_every_link_from_its_region() -> None:
-    watch, engine, _ = _watch()
+    watch, engine, _ = _health_checker()
     engine.replica = "a"
     engine.said = replace(SAID, links=(LinkCounters("h:55", 0, 0, 70.0),))
     assert watch._passed()["east", "west"].queued_bytes == 70.0
 
 
 def test_retransmitted_segments_are_reported_as_a_share() -> None:
-    watch, engine, _ = _watch()
+    watch, engine, _ = _health_checker()
     engine.replica = "a"
     for total, expected in ((0.0, 0.0), (40.0, 40.0), (40.0, 0.0), (100.0, 60.0), (3.0, 0.0)):
         engine.said = replace(SAID, links=(LinkCounters("h:55", 0, 0, 0.0, total),))
@@ -109,7 +109,7 @@ def test_retransmitted_segments_are_reported_as_a_share() -> None:
 
 
 def test_counters_of_a_restarted_engine_start_from_zero() -> None:
-    watch, receiver, moved = _watch()
+    watch, receiver, moved = _health_checker()
     for total in (3e6, 1e6, 2e6):
         receiver.said = replace(SAID, links=(LinkCounters("h:1", total, 1e6, 0.0),))
         watch._passed()
@@ -118,7 +118,7 @@ def test_counters_of_a_restarted_engine_start_from_zero() -> None:
 
 def test_repeated_roster_does_not_trigger_link_reports() -> None:
     """A controller tells it twice a second: what crossed in such a moment would make any link seem full."""
-    watch, engine, _ = _watch()
+    watch, engine, _ = _health_checker()
     message: list[object] = []
     watch._tell = message.append
 
@@ -158,7 +158,7 @@ def test_engine_behind_a_slow_connection_is_avoided_for_a_while(
     async def status(engine: EngineRecord) -> StatusReport:
         return SAID
 
-    watch, engine, _ = _watch()
+    watch, engine, _ = _health_checker()
     now_s, told, rtts_s = [100.0], list[object](), iter((2e-4, 0.4, 2e-4, 2e-4, 2e-4))
     monkeypatch.setattr("potluck.gateway.registry.health.time.monotonic", lambda: now_s[0])
     other = EngineRecord(EngineEntry("http://h:1"), replica="a", rtt_s=2e-4)
@@ -183,7 +183,7 @@ def test_engine_slower_than_its_limit_is_silent_until_it_answers(
 ) -> None:
     """Time is steps that passed here, not seconds of a clock: whoever is slow himself waits for longer."""
     monkeypatch.setattr("potluck.gateway.registry.health.WAIT_S", 1e-3)
-    watch, engine, _ = _watch()
+    watch, engine, _ = _health_checker()
     silent: list[float] = []
     message: list[object] = []
     answer = asyncio.Event()
@@ -241,7 +241,7 @@ def test_next_status_query_time_depends_on_the_last_sign_of_life(
 def test_engine_is_idle_only_without_requests_and_with_a_connection(
     change: dict[str, Any], condition: str
 ) -> None:
-    watch, engine, _ = _watch()
+    watch, engine, _ = _health_checker()
     view = SimpleNamespace(open_requests=0, doubted=False)
     watch._views, connected = {"b": view}, change.get("connected", True)  # type: ignore[dict-item]
     watch._registry.caller = SimpleNamespace(connected=lambda engine: connected)  # type: ignore[assignment]
@@ -256,7 +256,7 @@ def test_engine_is_idle_only_without_requests_and_with_a_connection(
 
 def test_idle_engine_is_queried_again_once_it_has_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("potluck.gateway.registry.health.POLL_S", 1e-3)
-    watch, engine, _ = _watch()
+    watch, engine, _ = _health_checker()
     view, asked = SimpleNamespace(open_requests=0, doubted=False), asyncio.Event()
     watch._views = {"b": view}  # type: ignore[dict-item]
     watch._registry.caller = SimpleNamespace(connected=lambda engine: True)  # type: ignore[assignment]

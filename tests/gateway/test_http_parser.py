@@ -23,7 +23,7 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 Seen = list[tuple[object, ...]]
 
 
-def read(pieces: list[bytes], limits: HttpLimits = SMALL) -> tuple[Seen, bool]:
+def read_requests(pieces: list[bytes], limits: HttpLimits = SMALL) -> tuple[Seen, bool]:
     """The requests that came whole, and whether a refusal came after them."""
     reader, seen = RequestReader(limits), []
     try:
@@ -47,7 +47,7 @@ def refusal(data: bytes, limits: HttpLimits = SMALL) -> HttpRefusal:
     return caught.value
 
 
-def cut(data: bytes, places: list[int]) -> list[bytes]:
+def chunked_at(data: bytes, places: list[int]) -> list[bytes]:
     marks = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
     return [data[a:b] for a, b in itertools.pairwise(marks)]
 
@@ -117,8 +117,8 @@ SMUGGLED = {
 
 @pytest.mark.parametrize("data", SMUGGLED.values(), ids=SMUGGLED.keys())
 def test_ambiguous_messages_are_refused_for_any_chunking(data: bytes) -> None:
-    assert read([data]) == ([], True)
-    assert read([data[i : i + 1] for i in range(len(data))]) == ([], True)
+    assert read_requests([data]) == ([], True)
+    assert read_requests([data[i : i + 1] for i in range(len(data))]) == ([], True)
     assert refusal(data).status in (400, 501, 505)
 
 
@@ -145,7 +145,7 @@ def test_absolute_form_target_gives_path_and_replaces_host(line: bytes, version:
     data = line + b" HTTP/" + version + b"\r\nHost: here\r\nX: y\r\nConnection: keep-alive\r\n\r\n"
     expected = (line.split()[0], path, query, {b"host": host, b"x": b"y", b"connection": b"keep-alive"})
     for pieces in ([data + plain], [data[i : i + 1] for i in range(len(data))] + [plain]):
-        seen, refused = read(pieces)
+        seen, refused = read_requests(pieces)
         assert not refused
         assert seen[0][:4] == expected
         if version == b"1.1":
@@ -164,11 +164,11 @@ def test_header_name_with_white_space_is_refused_before_the_head_ends(name: byte
     """Nobody waits for the rest of what can never be read."""
     begun = POST + name + b": chunked"
     assert refusal(begun).status == 400
-    assert read([begun[i : i + 1] for i in range(len(begun))]) == ([], True)
+    assert read_requests([begun[i : i + 1] for i in range(len(begun))]) == ([], True)
     later = POST + b"X: a b\tc: d\r\nTE"
-    assert read([later]) == ([], False)
-    assert read([later, b"\t"]) == ([], True)
-    assert read([later, b"\r\n"]) == ([], True)
+    assert read_requests([later]) == ([], False)
+    assert read_requests([later, b"\t"]) == ([], True)
+    assert read_requests([later, b"\r\n"]) == ([], True)
 
 
 def test_oversized_line_head_and_body_are_refused_with_different_statuses() -> None:
@@ -186,7 +186,7 @@ def test_oversized_line_head_and_body_are_refused_with_different_statuses() -> N
 
 def test_body_at_the_size_limit_is_accepted() -> None:
     head = b"POST /a?b=c HTTP/1.1\r\n" + HOST
-    seen, refused = read([head + b"Content-Length: 500\r\n\r\n" + b"x" * 500])
+    seen, refused = read_requests([head + b"Content-Length: 500\r\n\r\n" + b"x" * 500])
     assert not refused
     assert seen[0][-1] == b"x" * 500
     assert seen[0][:3] == (b"POST", b"/a", b"b=c")
@@ -220,12 +220,12 @@ def test_continue_is_sent_only_while_the_body_has_not_arrived() -> None:
     ],
 )
 def test_connection_persistence_follows_version_and_header(version: bytes, said: bytes, stays: bool) -> None:
-    seen, _ = read([b"GET / HTTP/" + version + b"\r\n" + HOST + said + b"\r\n"])
+    seen, _ = read_requests([b"GET / HTTP/" + version + b"\r\n" + HOST + said + b"\r\n"])
     assert seen[0][5] is stays
 
 
 def test_repeated_header_field_is_joined_or_refused() -> None:
-    seen, _ = read([GET + b"X-A: 1\r\nx-a: 2\r\n\r\n"])
+    seen, _ = read_requests([GET + b"X-A: 1\r\nx-a: 2\r\n\r\n"])
     assert seen[0][3] == {b"host": b"here", b"x-a": b"1, 2"}
     for name in SINGLE_FIELDS - {b"host"}:
         assert refusal(GET + name + b": 1\r\n" + name.upper() + b": 1\r\n\r\n").status == 400
@@ -254,7 +254,7 @@ def messages(draw: st.DrawFn) -> bytes:
     if kind == 1:
         return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     chunks = b""
-    for piece in cut(body, draw(st.lists(st.integers(0, 40), max_size=4))):
+    for piece in chunked_at(body, draw(st.lists(st.integers(0, 40), max_size=4))):
         chunks += (
             b"%x%b\r\n%b\r\n" % (len(piece), draw(st.sampled_from([b"", b";a=b"])), piece) if piece else b""
         )
@@ -269,7 +269,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 
 @st.composite
-def spoiled(draw: st.DrawFn) -> bytes:
+def damaged_messages(draw: st.DrawFn) -> bytes:
     """Some messages in a row, with a few bytes changed or not."""
     data = bytearray(b"".join(draw(st.lists(messages(), min_size=1, max_size=4))))
     for at in draw(st.lists(st.integers(0, 10_000), max_size=2)):
@@ -277,12 +277,12 @@ def spoiled(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@given(spoiled(), st.lists(st.integers(0, 10_000), max_size=12))
+@given(damaged_messages(), st.lists(st.integers(0, 10_000), max_size=12))
 def test_request_parsing_does_not_depend_on_chunk_boundaries(data: bytes, places: list[int]) -> None:
-    assert read(cut(data, places)) == read([data])
+    assert read_requests(chunked_at(data, places)) == read_requests([data])
 
 
-class Oracle:
+class LlhttpOracle:
     """What httptools (llhttp) makes of the same bytes."""
 
     def __init__(self) -> None:
@@ -307,11 +307,11 @@ class Oracle:
         self.seen.append((self.parser.get_method(), self._url, self._headers, self._body))
 
 
-@given(spoiled())
+@given(damaged_messages())
 def test_parsed_requests_equal_those_of_llhttp(data: bytes) -> None:
     """What we take as whole, llhttp reads in the same way: the same requests in the same places."""
-    ours, _ = read([data])
-    oracle = Oracle()
+    ours, _ = read_requests([data])
+    oracle = LlhttpOracle()
     with contextlib.suppress(httptools.HttpParserError):
         oracle.parser.feed_data(data)
     for mine, theirs in zip(ours, oracle.seen, strict=False):
@@ -332,7 +332,7 @@ def test_parsed_requests_equal_those_of_llhttp(data: bytes) -> None:
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5))
 def test_invalid_bytes_are_refused_or_awaited(data: bytes, places: list[int]) -> None:
-    seen, _ = read(cut(data, places))
+    seen, _ = read_requests(chunked_at(data, places))
     assert seen == []
 
 
@@ -340,9 +340,9 @@ def test_invalid_bytes_are_refused_or_awaited(data: bytes, places: list[int]) ->
 def test_chunked_body_is_returned_unchanged_and_next_request_follows(
     body: bytes, pieces: list[int], places: list[int]
 ) -> None:
-    sent = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in cut(body, pieces) if piece)
+    sent = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in chunked_at(body, pieces) if piece)
     data = CHUNKED + sent + b"0\r\n\r\n" + GET + b"\r\n"
-    seen, refused = read(cut(data, places))
+    seen, refused = read_requests(chunked_at(data, places))
     assert not refused
     assert [request[-1] for request in seen] == [body, b""]
 
@@ -352,7 +352,7 @@ def test_chunked_body_with_empty_lines_is_read_to_its_end() -> None:
     chunks = b"%x\r\n%b\r\n2\r\n\r\n\r\n0\r\nT: u\r\n\r\n" % (len(text), text)
     data = CHUNKED + chunks + GET + b"\r\n"
     for pieces in ([data], [data[i : i + 1] for i in range(len(data))]):
-        seen, refused = read(pieces)
+        seen, refused = read_requests(pieces)
         assert not refused
         assert [request[-1] for request in seen] == [text + b"\r\n", b""]
 
@@ -373,7 +373,7 @@ def test_upgrade_to_http_2_is_ignored_and_next_request_is_read(framed: bytes) ->
     """Java's HTTP client offers the upgrade with its first request."""
     data = POST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n" + framed + GET + b"\r\n"
     for pieces in ([data], [data[i : i + 1] for i in range(len(data))]):
-        seen, refused = read(pieces)
+        seen, refused = read_requests(pieces)
         assert not refused
         assert [request[0] for request in seen] == [b"POST", b"GET"]
         assert seen[0][-1] == (b"abcd" if b"abcd" in framed else b"")

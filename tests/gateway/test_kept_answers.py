@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_helpers import SERVER, Scene, choices, refusing, saying, tokens
+from openai_helpers import (
+    SERVER,
+    HandlerHarness,
+    answering_with,
+    letter_tokens,
+    refusing_with,
+    sampled_letters,
+)
 
 from potluck.gateway.openai import kept_answers
 from potluck.gateway.openai.handler import HandlerSettings
 from potluck.gateway.openai.kept_answers import AnswerReader, KeptAnswer, KeptAnswers, RepeatKey, frames_of
 
 
-class Worker(Scene):
+class WorkerHarness(HandlerHarness):
     """A door in a process of its own, which may die: its locks go with it."""
 
     def __init__(self, folder: Path, script: Any = None, **fields: Any) -> None:
@@ -32,7 +39,7 @@ class Worker(Scene):
 
 
 @pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def open_answer_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """All that are being written, so that they can be closed as by a death."""
     made: list[int] = []
     init = KeptAnswer.__init__
@@ -45,7 +52,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def named(**more: str) -> dict[str, str]:
+def repeat_headers(**more: str) -> dict[str, str]:
     return {"idempotency_key": "once", **more}
 
 
@@ -54,7 +61,10 @@ def named(**more: str) -> dict[str, str]:
 def test_repeated_request_gets_the_kept_answer_from_any_worker(
     tmp_path: Path, stream: bool, header: str
 ) -> None:
-    one, other = Worker(tmp_path, saying("world")), Worker(tmp_path, saying("never"))
+    one, other = (
+        WorkerHarness(tmp_path, answering_with("world")),
+        WorkerHarness(tmp_path, answering_with("never")),
+    )
     name = {header: "once"}
     first = one.complete("Hello", name, max_tokens=5, stream=stream)
     again = other.complete("Hello", name, max_tokens=5, stream=stream)
@@ -71,11 +81,11 @@ def test_repeated_request_gets_the_kept_answer_from_any_worker(
 
 
 def test_kept_answer_belongs_to_request_body_and_tenant(tmp_path: Path) -> None:
-    worker = Worker(tmp_path, saying("world"))
-    assert worker.complete("Hello", named()).status == 200
-    wrong = worker.complete("Goodbye", named())
+    worker = WorkerHarness(tmp_path, answering_with("world"))
+    assert worker.complete("Hello", repeat_headers()).status == 200
+    wrong = worker.complete("Goodbye", repeat_headers())
     assert (wrong.status, wrong.json["error"]["code"]) == (422, "idempotency_key_reused")
-    assert worker.chat("Hello", named()).status == 422, "another endpoint"
+    assert worker.chat("Hello", repeat_headers()).status == 422, "another endpoint"
     assert worker.complete("Hello", {"idempotency_key": "k" * 256}).status == 400
     # An x-request-id may be a whole trace's: with another body it is another request.
     for text in ("Hello", "Goodbye", "Hello"):
@@ -87,17 +97,17 @@ def test_kept_answer_belongs_to_request_body_and_tenant(tmp_path: Path) -> None:
 
 
 def test_failed_answer_is_not_kept_and_is_computed_again(tmp_path: Path) -> None:
-    worker = Worker(tmp_path, refusing("overloaded"))
-    assert [worker.complete("Hello", named()).status for _ in range(2)] == [429, 429]
+    worker = WorkerHarness(tmp_path, refusing_with("overloaded"))
+    assert [worker.complete("Hello", repeat_headers()).status for _ in range(2)] == [429, 429]
     assert len(worker.driver.asked) == 2
 
     def breaks(asked: Any, answer: Any) -> None:
-        answer.tokens(choices("wo"))
-        refusing("lost")(asked, answer)
+        answer.tokens(sampled_letters("wo"))
+        refusing_with("lost")(asked, answer)
 
-    broken = Worker(tmp_path, breaks)
+    broken = WorkerHarness(tmp_path, breaks)
     for _ in range(2):
-        result = broken.complete("Hello", named(), stream=True)
+        result = broken.complete("Hello", repeat_headers(), stream=True)
         assert "error" in result.events[-1]
         assert "x-potluck-replayed" not in result.sent
     assert len(broken.driver.asked) == 2
@@ -105,13 +115,13 @@ def test_failed_answer_is_not_kept_and_is_computed_again(tmp_path: Path) -> None
 
 
 def test_repeated_request_joins_an_answer_under_way(tmp_path: Path) -> None:
-    one, other = Worker(tmp_path), Worker(tmp_path)
-    first = one.complete("Hello", named(), stream=True, max_tokens=5)
-    one.driver.answer.tokens(choices("wo"))
-    again = other.complete("Hello", named(), stream=True, max_tokens=5)
+    one, other = WorkerHarness(tmp_path), WorkerHarness(tmp_path)
+    first = one.complete("Hello", repeat_headers(), stream=True, max_tokens=5)
+    one.driver.answer.tokens(sampled_letters("wo"))
+    again = other.complete("Hello", repeat_headers(), stream=True, max_tokens=5)
     assert again.data == first.data
     assert not again.over
-    one.driver.answer.tokens(choices("rld"))
+    one.driver.answer.tokens(sampled_letters("rld"))
     other.pass_time()
     assert again.data == first.data
     one.driver.answer.finished("length", 0)
@@ -121,12 +131,12 @@ def test_repeated_request_joins_an_answer_under_way(tmp_path: Path) -> None:
 
 
 def test_slow_reader_of_a_kept_answer_applies_backpressure(tmp_path: Path) -> None:
-    one, other = Worker(tmp_path), Worker(tmp_path)
-    one.complete("Hello", named(), stream=True, max_tokens=5)
-    again = other.complete("Hello", named(), stream=True, max_tokens=5)
+    one, other = WorkerHarness(tmp_path), WorkerHarness(tmp_path)
+    one.complete("Hello", repeat_headers(), stream=True, max_tokens=5)
+    again = other.complete("Hello", repeat_headers(), stream=True, max_tokens=5)
     assert again.on_room is not None
     again.on_room(False)
-    saying("world")(one.driver.asked[0], one.driver.answer)
+    answering_with("world")(one.driver.asked[0], one.driver.answer)
     other.pass_time()
     assert again.data == b""
     again.on_room(True)
@@ -135,20 +145,20 @@ def test_slow_reader_of_a_kept_answer_applies_backpressure(tmp_path: Path) -> No
 
 
 def test_client_with_an_idempotency_key_may_disconnect_and_return(tmp_path: Path) -> None:
-    worker = Worker(tmp_path)
-    first = worker.complete("Hello", named(), max_tokens=5)
+    worker = WorkerHarness(tmp_path)
+    first = worker.complete("Hello", repeat_headers(), max_tokens=5)
     assert first.on_gone is not None
     first.on_gone()
     assert worker.driver.cancelled == []
     first.reply = lambda *_, **__: None  # type: ignore[method-assign]  # its connection is gone
-    saying("world")(worker.driver.asked[0], worker.driver.answer)
-    again = worker.complete("Hello", named(), max_tokens=5)
+    answering_with("world")(worker.driver.asked[0], worker.driver.answer)
+    again = worker.complete("Hello", repeat_headers(), max_tokens=5)
     assert (again.status, again.json["choices"][0]["text"]) == (200, "world")
     assert [message.outcome for message in worker.meter.told] == ["length"]
 
 
 def test_client_without_an_idempotency_key_cancels_by_disconnecting(tmp_path: Path) -> None:
-    worker, other = Worker(tmp_path), Worker(tmp_path)
+    worker, other = WorkerHarness(tmp_path), WorkerHarness(tmp_path)
     name = {"x_request_id": "r"}
     first = worker.complete("Hello", name, max_tokens=5)
     again = other.complete("Hello", name, max_tokens=5)
@@ -159,28 +169,28 @@ def test_client_without_an_idempotency_key_cancels_by_disconnecting(tmp_path: Pa
     for _ in range(20):
         other.pass_time()
     assert len(other.driver.asked) == 1, "who waited for it has it computed"
-    saying("world")(other.driver.asked[0], other.driver.answer)
+    answering_with("world")(other.driver.asked[0], other.driver.answer)
     assert again.json["choices"][0]["text"] == "world"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answer_of_a_dead_worker_is_continued_from_its_tokens(
-    tmp_path: Path, files: list[int], stream: bool
+    tmp_path: Path, open_answer_files: list[int], stream: bool
 ) -> None:
     settings = HandlerSettings(secret=b"s" * 32)
-    one, other = (Worker(tmp_path, settings=settings) for _ in range(2))
+    one, other = (WorkerHarness(tmp_path, settings=settings) for _ in range(2))
     asked = {"max_tokens": 5, "stream": stream, "temperature": 0.8, "logprobs": 1, "cache_salt": "mine"}
     first = one.complete("Hello", {"x_request_id": "r"}, **asked)
-    one.driver.answer.tokens(choices("wo"))
-    one.driver.answer.tokens(choices("r"))
+    one.driver.answer.tokens(sampled_letters("wo"))
+    one.driver.answer.tokens(sampled_letters("r"))
     waiting = other.complete("Hello", {"x_request_id": "r"}, **asked)
-    os.close(files[0])  # it is killed, and has told nobody of any use
+    os.close(open_answer_files[0])  # it is killed, and has told nobody of any use
     again = other.complete("Hello", {"x_request_id": "r"}, **asked)
-    assert other.driver.resumed == [tokens("wor")], "not a second computation"
+    assert other.driver.resumed == [letter_tokens("wor")], "not a second computation"
     assert other.driver.asked[0].sampling == one.driver.asked[0].sampling, "the same chance"
     assert other.driver.asked[0].salt == one.driver.asked[0].salt != ""
     assert other.driver.asked[0].id != one.driver.asked[0].id, "the Brain has seen the end of that one"
-    saying("ld")(other.driver.asked[0], other.driver.answer)
+    answering_with("ld")(other.driver.asked[0], other.driver.answer)
     assert again.sent["x-potluck-replayed"] == "1"
     (message,) = other.meter.told
     assert (message.output_tokens, message.prompt_tokens) == (5, 5), "the whole of it is billed, once"
@@ -200,51 +210,55 @@ def test_answer_of_a_dead_worker_is_continued_from_its_tokens(
 
 
 def test_answer_of_a_dead_worker_after_its_last_token_is_only_finished(
-    tmp_path: Path, files: list[int]
+    tmp_path: Path, open_answer_files: list[int]
 ) -> None:
-    one, other = Worker(tmp_path), Worker(tmp_path)
-    one.complete("Hello", named(), max_tokens=5, stop="rl")
-    one.driver.answer.tokens(choices("wo"))
-    os.close(files[0])
-    again = other.complete("Hello", named(), max_tokens=5, stop="rl")
-    other.driver.answer.tokens(choices("rl"))
+    one, other = WorkerHarness(tmp_path), WorkerHarness(tmp_path)
+    one.complete("Hello", repeat_headers(), max_tokens=5, stop="rl")
+    one.driver.answer.tokens(sampled_letters("wo"))
+    os.close(open_answer_files[0])
+    again = other.complete("Hello", repeat_headers(), max_tokens=5, stop="rl")
+    other.driver.answer.tokens(sampled_letters("rl"))
     assert again.json["choices"][0]["text"] == "wo"
 
 
-def test_answer_that_cannot_be_continued_is_computed_anew(tmp_path: Path, files: list[int]) -> None:
+def test_answer_that_cannot_be_continued_is_computed_anew(
+    tmp_path: Path, open_answer_files: list[int]
+) -> None:
     """Of a server of plain OpenAI nobody has tokens; nor can several answers be told apart."""
-    one, other = Worker(tmp_path), Worker(tmp_path)
+    one, other = WorkerHarness(tmp_path), WorkerHarness(tmp_path)
     body = {"model": SERVER, "prompt": "Hello", "stream": True}
-    one.ask("/v1/completions", body, **named())
+    one.ask("/v1/completions", body, **repeat_headers())
     one.driver.answer.relay_begin(200, b"text/event-stream")
     one.driver.answer.relay(b"data: {}\n\n")
-    os.close(files[0])
-    again = other.ask("/v1/completions", body, **named())
+    os.close(open_answer_files[0])
+    again = other.ask("/v1/completions", body, **repeat_headers())
     assert (len(other.driver.asked), other.driver.resumed) == (1, [])
     other.driver.answer.relay_whole(200, b"text/event-stream", b"data: [DONE]\n\n")
     assert (again.status, again.over) == (200, True)
     assert "x-potluck-replayed" not in again.sent
     several = one.complete("Hello", {"x_request_id": "n"}, n=2, max_tokens=2)
-    one.driver.answer.tokens(choices("w"))
-    os.close(files[2])
+    one.driver.answer.tokens(sampled_letters("w"))
+    os.close(open_answer_files[2])
     assert several.status is None
     other.complete("Hello", {"x_request_id": "n"}, n=2, max_tokens=2)
     assert (len(other.driver.asked), other.driver.resumed) == (3, [])
 
 
-def test_kept_answers_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[int]) -> None:
-    worker = Worker(tmp_path, saying("world"))
-    worker.complete("Hello", named())
+def test_kept_answers_expire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_answer_files: list[int]
+) -> None:
+    worker = WorkerHarness(tmp_path, answering_with("world"))
+    worker.complete("Hello", repeat_headers())
     (path,) = tmp_path.iterdir()
     past_s = time.time() - kept_answers.KEPT_S - 1
     os.utime(path, (past_s, past_s))
-    assert worker.complete("Hello", named()).status == 200
+    assert worker.complete("Hello", repeat_headers()).status == 200
     assert len(worker.driver.asked) == 2, "after a minute it is another request"
     # What was being written when its process died goes too; what is being written does not.
-    held = Worker(tmp_path)
+    held = WorkerHarness(tmp_path)
     for place in range(2):
         held.complete("Hello", {"x_request_id": f"r{place}"})
-    os.close(files[2])
+    os.close(open_answer_files[2])
     for item in tmp_path.iterdir():
         os.utime(item, (past_s, past_s))
     KeptAnswers(tmp_path, lambda *_: None)
@@ -253,28 +267,28 @@ def test_kept_answers_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fi
     for place in range(3):
         worker.complete("Hello", {"x_request_id": f"s{place}"})
     assert len(list(tmp_path.iterdir())) == 1, "nor are more kept than there is room for"
-    os.close(files[3])
+    os.close(open_answer_files[3])
 
 
 def test_full_disk_keeps_no_answers_and_stops_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = Worker(tmp_path, saying("world"))
+    worker = WorkerHarness(tmp_path, answering_with("world"))
 
     def full(file: int, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr("os.write", full)
-        assert worker.complete("Hello", named()).status == 200
+        assert worker.complete("Hello", repeat_headers()).status == 200
     monkeypatch.setattr(kept_answers, "MOST_ANSWER_BYTES", 200)
-    assert worker.complete("Hello", named()).status == 200
-    assert worker.complete("Hello", named()).status == 200
+    assert worker.complete("Hello", repeat_headers()).status == 200
+    assert worker.complete("Hello", repeat_headers()).status == 200
     assert len(worker.driver.asked) == 3
     (tmp_path / "x").write_text("")
-    missing = Worker(tmp_path / "sub", saying("world"))
+    missing = WorkerHarness(tmp_path / "sub", answering_with("world"))
     (tmp_path / "sub").rmdir()
-    assert missing.complete("Hello", named()).status == 200
+    assert missing.complete("Hello", repeat_headers()).status == 200
 
 
 def test_truncated_frames_of_a_kept_answer_are_ignored() -> None:

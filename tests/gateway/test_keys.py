@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from openai_helpers import NAME, SERVER, FakeExchange, Scene, choices, saying
+from openai_helpers import NAME, SERVER, FakeExchange, HandlerHarness, answering_with, sampled_letters
 
 from potluck.core.errors import InputError
 from potluck.core.replica.blocks import BlockNamer
@@ -21,7 +21,7 @@ from potluck.gateway.openai.handler import HandlerSettings
 from potluck.gateway.openai.keys import KeyQuota, KeyRing, Quota, SharedUse, new_key
 
 
-class Keyed(Scene):
+class KeyedHarness(HandlerHarness):
     def __init__(
         self, folder: Path, script: Any = None, settings: HandlerSettings | None = None, **fields: Any
     ) -> None:
@@ -44,7 +44,7 @@ class Keyed(Scene):
 
 
 def test_only_known_keys_are_accepted(tmp_path: Path) -> None:
-    resolved = Keyed(tmp_path, saying("a"))
+    resolved = KeyedHarness(tmp_path, answering_with("a"))
     assert resolved.try_key(resolved.key).status == 200
     assert (resolved.driver.asked[0].tenant, resolved.meter.told[0].key) == ("ann-and-co", "ann")
     for wrong in (None, "", resolved.key[:-1], resolved.key + "x", "pk-" + "x" * 1_000_000):
@@ -64,7 +64,7 @@ def test_only_known_keys_are_accepted(tmp_path: Path) -> None:
 def test_known_and_unknown_keys_are_compared_in_constant_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolved = Keyed(tmp_path)
+    resolved = KeyedHarness(tmp_path)
     compared = []
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b)
     resolved.try_key(resolved.key)
@@ -74,7 +74,7 @@ def test_known_and_unknown_keys_are_compared_in_constant_time(
 
 def test_key_file_and_logs_contain_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    resolved = Keyed(tmp_path)
+    resolved = KeyedHarness(tmp_path)
     resolved.try_key(resolved.key)
     resolved.write("not json " + resolved.key)
     resolved.ring.look(5.0)
@@ -85,7 +85,7 @@ def test_key_file_and_logs_contain_no_key(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_keys_are_rotated_without_a_restart(tmp_path: Path) -> None:
-    resolved = Keyed(tmp_path, saying("a"), requests_per_min=3)
+    resolved = KeyedHarness(tmp_path, answering_with("a"), requests_per_min=3)
     second, line = new_key("ann", "ann-and-co")
     resolved.now_s = 2.0
     resolved.write(resolved.line, {**json.loads(line), "requests_per_min": 3})
@@ -113,7 +113,7 @@ def test_keys_are_rotated_without_a_restart(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_key_file_keeps_the_previous_keys(tmp_path: Path, wrong: Any) -> None:
-    resolved = Keyed(tmp_path, saying("a"))
+    resolved = KeyedHarness(tmp_path, answering_with("a"))
     resolved.now_s = 3.0
     resolved.write(resolved.line, wrong)
     assert resolved.try_key(resolved.key).status == 200
@@ -132,7 +132,9 @@ def test_invalid_key_file_keeps_the_previous_keys(tmp_path: Path, wrong: Any) ->
 
 
 def test_keys_expire_and_may_be_limited_to_classes(tmp_path: Path) -> None:
-    resolved = Keyed(tmp_path, saying("a"), expires="2001-09-09T02:46:40+00:00", classes=["batch"])
+    resolved = KeyedHarness(
+        tmp_path, answering_with("a"), expires="2001-09-09T02:46:40+00:00", classes=["batch"]
+    )
     assert resolved.try_key(resolved.key, service_tier="default").status == 403
     assert resolved.try_key(resolved.key, service_tier="flex").status == 200
     resolved.now_s = 3600.0
@@ -142,18 +144,18 @@ def test_keys_expire_and_may_be_limited_to_classes(tmp_path: Path) -> None:
 
 def test_limited_key_request_without_class_gets_the_first_allowed_class(tmp_path: Path) -> None:
     for classes, expected in ((["batch", "interactive"], "batch"), (["batch", "standard"], "standard")):
-        scene = Keyed(tmp_path, saying("a"), classes=classes)
+        scene = KeyedHarness(tmp_path, answering_with("a"), classes=classes)
         for fields in ({}, {"service_tier": "auto"}, {"priority": 0}):
             assert scene.try_key(scene.key, **fields).status == 200
         assert [request.request_class for request in scene.driver.asked] == [expected] * 3
 
 
 def test_limited_key_with_classes_unknown_to_the_gateway_is_refused(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, saying("a"), classes=["nightly"])
+    scene = KeyedHarness(tmp_path, answering_with("a"), classes=["nightly"])
     result = scene.try_key(scene.key)
     assert (result.status, result.json["error"]["code"]) == (403, "class_not_allowed")
     assert "nightly" in result.json["error"]["message"]
-    scene = Keyed(tmp_path, saying("a"), classes=["nightly", "batch"])
+    scene = KeyedHarness(tmp_path, answering_with("a"), classes=["nightly", "batch"])
     assert scene.try_key(scene.key).status == 200
     assert scene.driver.asked[0].request_class == "batch"
 
@@ -184,7 +186,7 @@ def test_limited_key_with_classes_unknown_to_the_gateway_is_refused(tmp_path: Pa
 def test_limited_key_cannot_use_other_classes(
     tmp_path: Path, chat: bool, fields: dict[str, Any], headers: dict[str, str], code: str, param: str
 ) -> None:
-    scene = Keyed(tmp_path, saying("a"), classes=["batch"])
+    scene = KeyedHarness(tmp_path, answering_with("a"), classes=["batch"])
     headers = {**headers, "authorization": f"Bearer {scene.key}"}
     ask = scene.chat if chat else scene.complete
     result = ask("x", headers=headers, **fields)
@@ -200,7 +202,7 @@ def test_key_line_with_invalid_classes_is_refused() -> None:
 
 
 def test_requests_per_minute_limit_refuses_with_retry_after(tmp_path: Path) -> None:
-    resolved = Keyed(tmp_path, saying("a"), requests_per_min=2)
+    resolved = KeyedHarness(tmp_path, answering_with("a"), requests_per_min=2)
     first = resolved.try_key(resolved.key)
     assert (first.sent["x-ratelimit-limit-requests"], first.sent["x-ratelimit-remaining-requests"]) == (
         "2",
@@ -218,7 +220,7 @@ def test_requests_per_minute_limit_refuses_with_retry_after(tmp_path: Path) -> N
 
 
 def test_tokens_per_minute_are_reserved_and_settled(tmp_path: Path) -> None:
-    resolved = Keyed(tmp_path, tokens_per_min=60)
+    resolved = KeyedHarness(tmp_path, tokens_per_min=60)
     assert resolved.try_key(resolved.key, max_tokens=49).status is None
     assert resolved.try_key(resolved.key, max_tokens=49).status == 429
     resolved.driver.answer.finished("stop", 0)
@@ -229,7 +231,7 @@ def test_tokens_per_minute_are_reserved_and_settled(tmp_path: Path) -> None:
 
 
 def test_chat_without_max_tokens_reserves_the_rest_of_the_context(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, tokens_per_min=1100)
+    scene = KeyedHarness(tmp_path, tokens_per_min=1100)
     headers = {"authorization": f"Bearer {scene.key}"}
     replies = [scene.chat("x", headers=headers) for _ in range(4)]
     assert [reply.status for reply in replies] == [None, None, 429, 429], "two may fill 512 tokens each"
@@ -238,7 +240,7 @@ def test_chat_without_max_tokens_reserves_the_rest_of_the_context(tmp_path: Path
     prompt_tokens = len(scene.driver.asked[0].prompt)
     assert scene.driver.asked[0].max_output_tokens == 512 - prompt_tokens
     for _ in range(512 - prompt_tokens):
-        scene.driver.answer.tokens(choices("a"))
+        scene.driver.answer.tokens(sampled_letters("a"))
     scene.driver.answer.finished("length", 0)
     assert scene.chat("x", headers=headers).status == 429, "all that was reserved was used"
     next(iter(scene.driver.answers.values())).finished("stop", 0)
@@ -262,7 +264,7 @@ def test_chat_without_max_tokens_reserves_the_rest_of_the_context(tmp_path: Path
 def test_completion_reserves_the_maximum_length_of_every_choice(
     tmp_path: Path, fields: dict[str, Any], most_tokens: int
 ) -> None:
-    scene = Keyed(tmp_path, tokens_per_min=10_000)
+    scene = KeyedHarness(tmp_path, tokens_per_min=10_000)
     reply = scene.ask("/v1/completions", {"model": NAME, **fields}, authorization=f"Bearer {scene.key}")
     assert reply.status is None
     bucket = scene.ring.who(f"Bearer {scene.key}".encode(), 0.0).allowance.headers(0.0)
@@ -270,7 +272,7 @@ def test_completion_reserves_the_maximum_length_of_every_choice(
 
 
 def test_plain_chat_with_two_token_limits_reserves_the_larger_one(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, tokens_per_min=10_000)
+    scene = KeyedHarness(tmp_path, tokens_per_min=10_000)
     for most_tokens, limits in (
         (10 + 400, {"max_tokens": 400, "max_completion_tokens": 1}),
         (10 + 500, {"max_tokens": 3, "max_completion_tokens": 500}),
@@ -282,13 +284,13 @@ def test_plain_chat_with_two_token_limits_reserves_the_larger_one(tmp_path: Path
         assert before - remaining_tokens(scene) == most_tokens
 
 
-def remaining_tokens(scene: Keyed) -> int:
+def remaining_tokens(scene: KeyedHarness) -> int:
     headers = scene.ring.who(f"Bearer {scene.key}".encode(), 0.0).allowance.headers(0.0)
     return int(headers.partition(b"remaining-tokens: ")[2].partition(b"\r")[0])
 
 
 def test_token_limit_beyond_any_context_is_refused_before_reservation(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, tokens_per_min=10_000)
+    scene = KeyedHarness(tmp_path, tokens_per_min=10_000)
     body = {"model": SERVER, "prompt": "x" * 40, "max_tokens": 10**4000}
     assert scene.ask("/v1/completions", body, authorization=f"Bearer {scene.key}").status == 400
     bucket = scene.ring.who(f"Bearer {scene.key}".encode(), 0.0).allowance.headers(0.0)
@@ -296,10 +298,10 @@ def test_token_limit_beyond_any_context_is_refused_before_reservation(tmp_path: 
 
 
 def test_request_larger_than_the_bucket_waits_until_it_is_full(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, tokens_per_min=120)
+    scene = KeyedHarness(tmp_path, tokens_per_min=120)
     headers = {"authorization": f"Bearer {scene.key}"}
     assert scene.try_key(scene.key, max_tokens=19).status is None
-    scene.driver.answer.tokens(choices("a" * 19))
+    scene.driver.answer.tokens(sampled_letters("a" * 19))
     scene.driver.answer.finished("length", 0)
     refused = scene.chat("x", headers=headers)
     assert (refused.status, refused.sent["retry-after"]) == (429, "10"), "20 of 120 are used"
@@ -312,7 +314,7 @@ def test_request_larger_than_the_bucket_waits_until_it_is_full(tmp_path: Path) -
 
 
 def test_concurrent_request_limit_is_released_when_requests_end(tmp_path: Path) -> None:
-    resolved = Keyed(tmp_path, concurrent=2)
+    resolved = KeyedHarness(tmp_path, concurrent=2)
     first = resolved.try_key(resolved.key)
     resolved.try_key(resolved.key)
     assert resolved.try_key(resolved.key).status == 429
@@ -329,7 +331,7 @@ def test_concurrent_request_limit_is_released_when_requests_end(tmp_path: Path) 
 
 def test_tenants_share_no_prefixes_by_default(tmp_path: Path) -> None:
     settings = HandlerSettings(secret=b"s" * 32)
-    resolved = Keyed(tmp_path, settings=settings)
+    resolved = KeyedHarness(tmp_path, settings=settings)
     other, line = new_key("bob", "bob")
     resolved.now_s = 2.0
     resolved.write(resolved.line, line)
@@ -338,17 +340,17 @@ def test_tenants_share_no_prefixes_by_default(tmp_path: Path) -> None:
     salts = [asked.salt for asked in resolved.driver.asked]
     assert salts[0] == salts[2] != salts[1]
     assert all(len(salt) == 32 for salt in salts)
-    again = Keyed(tmp_path, settings=settings)
+    again = KeyedHarness(tmp_path, settings=settings)
     again.try_key(again.key)
     assert again.driver.asked[0].salt == salts[0], "a restart changes nothing while the secret is the same"
-    shared = Keyed(tmp_path, settings=HandlerSettings(sharing=(PrefixSharing(),)))
+    shared = KeyedHarness(tmp_path, settings=HandlerSettings(sharing=(PrefixSharing(),)))
     shared.try_key(shared.key)
     assert shared.driver.asked[0].salt == ""
     resolved.try_key(resolved.key, cache_salt="mine")
     resolved.try_key(other, cache_salt="mine")
     own = [asked.salt for asked in resolved.driver.asked[-2:]]
     assert len({*own, *salts}) == 4, "what a client chooses can only set it further apart"
-    plain = Scene()
+    plain = HandlerHarness()
     plain.complete(cache_salt="x")
     plain.complete()
     assert len(plain.driver.asked[0].salt) == 32
@@ -360,7 +362,7 @@ def test_tenants_of_one_sharing_group_share_prefixes_of_its_models_only(tmp_path
     made = [new_key(name, name) for name in tenants]
 
     def salts(*sharing: PrefixSharing, **more: object) -> list[str]:
-        resolved = Keyed(tmp_path, settings=HandlerSettings(secret=b"s" * 32, sharing=sharing))
+        resolved = KeyedHarness(tmp_path, settings=HandlerSettings(secret=b"s" * 32, sharing=sharing))
         resolved.now_s = 2.0
         resolved.write(*(line for _, line in made))
         for key, _ in made:
@@ -525,7 +527,7 @@ def test_new_key_is_shown_once_and_its_line_has_only_its_hash() -> None:
 
 
 def test_key_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
-    resolved = Keyed(tmp_path, saying("a"))
+    resolved = KeyedHarness(tmp_path, answering_with("a"))
     resolved.write('{"open": true}')
     with pytest.raises(InputError, match="others can reach this gateway"):
         KeyRing(resolved.path, 0.0, lambda: 1e9)
@@ -533,7 +535,7 @@ def test_key_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
     assert resolved.try_key(None).status == 401, "this one can be reached by others: the keys read last stay"
     assert "lets clients in without a key" in resolved.ring.problem
     ring = KeyRing(resolved.path, 0.0, lambda: 1e9, may_open=True)
-    door = Scene(saying("a"), key_ring=ring)
+    door = HandlerHarness(answering_with("a"), key_ring=ring)
     assert door.complete("x").status == 200
     assert (door.driver.asked[0].salt, door.meter.told[0].key) == ("", "")
     assert door.ask("/v1/completions", origin="https://elsewhere.example").status == 403

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_helpers import END, LETTERS, NAME, SERVER, Scene, choices, letters, refusing, saying, tokens
+from openai_helpers import (
+    END,
+    LETTERS,
+    NAME,
+    SERVER,
+    HandlerHarness,
+    answering_with,
+    letter_tokenizer,
+    letter_tokens,
+    refusing_with,
+    sampled_letters,
+)
 
 from potluck.api.openai_replies import (
     ChoiceChunks,
@@ -31,7 +42,7 @@ from potluck.gateway.values import AnswerSink, ChoiceRequest
 
 
 def test_completion_has_text_usage_and_logged_outcome() -> None:
-    resolved = Scene(saying("world", cached=3))
+    resolved = HandlerHarness(answering_with("world", cached=3))
     result = resolved.complete("Hello", max_tokens=5, temperature=0)
     assert (result.status, result.over, result.streamed) == (200, True, False)
     reply = result.json
@@ -42,7 +53,7 @@ def test_completion_has_text_usage_and_logged_outcome() -> None:
     assert result.sent["content-type"] == "application/json"
     assert result.sent["x-request-id"].startswith("req-")
     (asked,) = resolved.driver.asked
-    assert (asked.prompt, asked.prompt_tokens) == (tuple(tokens("Hello")), 5)
+    assert (asked.prompt, asked.prompt_tokens) == (tuple(letter_tokens("Hello")), 5)
     assert (asked.max_output_tokens, asked.sampling) == (5, Sampling())
     assert asked.path == b"/v1/completions"
     assert json.loads(asked.body)["prompt"] == "Hello"
@@ -58,7 +69,7 @@ def test_completion_has_text_usage_and_logged_outcome() -> None:
 
 
 def test_streamed_chat_has_role_content_finish_and_usage() -> None:
-    resolved = Scene(saying("Hey", "stop"))
+    resolved = HandlerHarness(answering_with("Hey", "stop"))
     result = resolved.chat("Hi", stream=True, stream_options={"include_usage": True})
     assert (result.status, result.over) == (200, True)
     assert result.sent["content-type"].startswith("text/event-stream")
@@ -75,10 +86,12 @@ def test_streamed_chat_has_role_content_finish_and_usage() -> None:
 
 
 def test_prompts_times_n_become_requests_with_derived_seeds() -> None:
-    resolved = Scene()
-    result = resolved.complete(["ab", tokens("cde")], n=2, seed=7, temperature=1, max_tokens=4)
+    resolved = HandlerHarness()
+    result = resolved.complete(["ab", letter_tokens("cde")], n=2, seed=7, temperature=1, max_tokens=4)
     asked = resolved.driver.asked
-    assert [one.prompt for one in asked] == [tuple(tokens(text)) for text in ("ab", "ab", "cde", "cde")]
+    assert [one.prompt for one in asked] == [
+        tuple(letter_tokens(text)) for text in ("ab", "ab", "cde", "cde")
+    ]
     assert [one.sampling.seed for one in asked] == [7, 7 + (1 << 32)] * 2
     assert len({one.id for one in asked}) == 4
     bodies = [json.loads(one.body) for one in asked]
@@ -86,7 +99,7 @@ def test_prompts_times_n_become_requests_with_derived_seeds() -> None:
     assert [(body["n"], body["seed"]) for body in bodies] == [(1, one.sampling.seed) for one in asked]
     for place in (2, 0, 3, 1):
         assert result.status is None
-        resolved.driver.answers[asked[place].id].tokens(choices("wxyz"[place]))
+        resolved.driver.answers[asked[place].id].tokens(sampled_letters("wxyz"[place]))
         resolved.driver.answers[asked[place].id].finished("stop", 2)
     assert [choice["text"] for choice in result.json["choices"]] == list("wxyz")
     assert [choice["index"] for choice in result.json["choices"]] == [0, 1, 2, 3]
@@ -94,15 +107,15 @@ def test_prompts_times_n_become_requests_with_derived_seeds() -> None:
 
 
 def test_streamed_choices_are_sent_as_they_arrive() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.chat(n=2, stream=True)
     first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked)
-    second.tokens(choices("x"))
+    second.tokens(sampled_letters("x"))
     resolved.now_s = 3.0
-    first.tokens(choices("ab"))
+    first.tokens(sampled_letters("ab"))
     assert resolved.meter.seen_s == [], "each answer's tokens are apart from the other's"
     resolved.now_s = 4.0
-    first.tokens(choices(""))
+    first.tokens(sampled_letters(""))
     assert resolved.meter.seen_s == [1.0]
     second.finished("stop", 0)
     assert not result.over
@@ -122,7 +135,7 @@ def test_log_probabilities_are_returned_in_every_response_shape(stream: bool, ch
         answer.tokens([SampledToken(34, -0.25, ((40, -0.125),))])
         answer.finished("length", 0)
 
-    resolved = Scene(script)
+    resolved = HandlerHarness(script)
     asks: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if chat else {"logprobs": 1}
     result = (resolved.chat if chat else resolved.complete)("x", stream=stream, max_tokens=2, **asks)
     choices = [part["choices"][0] for part in result.events] if stream else result.json["choices"]
@@ -148,7 +161,7 @@ def test_completion_top_logprobs_has_most_likely_tokens_and_the_sampled_token(
         answer.tokens([SampledToken(33, -0.125, likeliest[:count])])
         answer.finished("length", 0)
 
-    result = Scene(script).complete("x", stream=stream, max_tokens=2, logprobs=count)
+    result = HandlerHarness(script).complete("x", stream=stream, max_tokens=2, logprobs=count)
     choices = [part["choices"][0] for part in result.events] if stream else result.json["choices"]
     top = [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["top_logprobs"]]
     expected = {LETTERS[token]: logprob for token, logprob in likeliest[:count]}
@@ -157,7 +170,7 @@ def test_completion_top_logprobs_has_most_likely_tokens_and_the_sampled_token(
 
 def test_completion_top_logprobs_with_equal_texts_keeps_sampled_and_likelier_values() -> None:
     delta = TextDelta("", (SampledToken(7, -3.0, ((5, -0.5), (6, -1.0), (4, -1.5))),))
-    tokenizer = letters()
+    tokenizer = letter_tokenizer()
     tokenizer.token_text = lambda token: "\ufffd" if token in (5, 7) else "x"  # type: ignore[method-assign]
     head = ReplyHead("id-1", 77, NAME, False)
     choice: Any = whole_choice(head, 0, delta, tokenizer, logprobs=True)
@@ -175,7 +188,7 @@ def test_chat_top_logprobs_has_the_requested_count_without_the_sampled_token(
         answer.tokens([SampledToken(40, -3.0, likeliest[:count])])
         answer.finished("length", 0)
 
-    result = Scene(script).chat("x", stream=stream, max_tokens=1, logprobs=True, top_logprobs=count)
+    result = HandlerHarness(script).chat("x", stream=stream, max_tokens=1, logprobs=True, top_logprobs=count)
     choices = [part["choices"][0] for part in result.events] if stream else result.json["choices"]
     (entry,) = [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["content"]]
     assert (entry["token"], entry["logprob"]) == (LETTERS[40], -3.0)
@@ -199,7 +212,9 @@ def test_chat_top_logprobs_has_the_requested_count_without_the_sampled_token(
 def test_stream_usage_is_sent_only_with_include_usage(
     options: dict[str, Any] | None, whole: bool, continuous: bool, logprobs: bool, n: int
 ) -> None:
-    result = Scene(saying("abc")).chat("x", stream=True, n=n, stream_options=options, logprobs=logprobs)
+    result = HandlerHarness(answering_with("abc")).chat(
+        "x", stream=True, n=n, stream_options=options, logprobs=logprobs
+    )
     parts = [part for part in result.events if part["choices"]]
     assert (len(result.events) - len(parts)) == whole
     assert all(("usage" in part) == whole for part in parts)
@@ -212,7 +227,7 @@ def test_stream_options_without_stream_is_400(options: dict[str, Any], stream: d
     for owns in (False, True):
         directory = SimpleNamespace(segments=lambda model: True, owns=lambda model, owns=owns: owns)
         directory.adapters = dict
-        resolved = Scene(saying("abc"), directory=directory)
+        resolved = HandlerHarness(answering_with("abc"), directory=directory)
         for ask in (resolved.complete, resolved.chat):
             result = ask("x", stream_options=options, **stream)
             assert (result.status, result.json["error"]["param"]) == (400, "stream_options")
@@ -221,7 +236,7 @@ def test_stream_options_without_stream_is_400(options: dict[str, Any], stream: d
 
 
 def test_end_tokens_are_hidden_and_client_stop_tokens_reach_the_engine() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.complete(
         "x", stop_token_ids=[40], ignore_eos=False, min_tokens=1, max_tokens=9, priority=3
     )
@@ -256,7 +271,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_brain_refusal_reason_maps_to_its_http_status(reason: str) -> None:
-    resolved = Scene(refusing(reason, "all are busy", 2.3))
+    resolved = HandlerHarness(refusing_with(reason, "all are busy", 2.3))
     result = resolved.chat(stream=True)
     assert (result.status, result.json["error"]["message"]) == (REFUSED[reason], "all are busy")
     assert result.sent.get("retry-after") == ("3" if result.status in (429, 503) else None)
@@ -265,29 +280,29 @@ def test_brain_refusal_reason_maps_to_its_http_status(reason: str) -> None:
 
 
 def test_refusal_of_one_choice_ends_all_choices() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.complete("x", n=3)
     first, second, third = resolved.driver.asked
-    resolved.driver.answers[second.id].tokens(choices("ab"))
+    resolved.driver.answers[second.id].tokens(sampled_letters("ab"))
     resolved.driver.answers[second.id].refused(Refuse(second.id, "lost", "gone"))
     assert result.status == 502
     assert resolved.driver.cancelled == [first.id, third.id]
-    resolved.driver.answers[first.id].tokens(choices("late"))
+    resolved.driver.answers[first.id].tokens(sampled_letters("late"))
     resolved.driver.answers[first.id].finished("stop", 0)
     assert len(resolved.meter.told) == 1
 
 
 def test_refusal_of_the_first_choice_prevents_the_others() -> None:
-    resolved = Scene(refusing("overloaded"))
+    resolved = HandlerHarness(refusing_with("overloaded"))
     assert resolved.complete("x", n=3).status == 429
     assert len(resolved.driver.asked) == 1
     assert resolved.driver.cancelled == []
 
 
 def test_error_during_a_stream_is_a_stream_event() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.chat(stream=True)
-    resolved.driver.answer.tokens(choices("ab"))
+    resolved.driver.answer.tokens(sampled_letters("ab"))
     resolved.driver.answer.refused(Refuse(resolved.driver.asked[0].id, "retries", "three engines died"))
     assert result.over
     assert result.events[-1]["error"]["code"] == "upstream_failed"
@@ -296,7 +311,7 @@ def test_error_during_a_stream_is_a_stream_event() -> None:
 
 
 def test_client_disconnect_cancels_its_choices_and_a_slow_client_pauses_them() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.chat(stream=True, n=2)
     assert result.on_room is not None
     assert result.on_gone is not None
@@ -308,7 +323,7 @@ def test_client_disconnect_cancels_its_choices_and_a_slow_client_pauses_them() -
     result.on_gone()
     assert resolved.driver.cancelled == [second]
     assert (resolved.meter.told[0].outcome, resolved.meter.told[0].status) == ("cancelled", 499)
-    assert resolved.driver.answers[second].tokens(choices("a"))
+    assert resolved.driver.answers[second].tokens(sampled_letters("a"))
     assert resolved.door.open == 0
 
 
@@ -337,7 +352,7 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
 
 @pytest.mark.parametrize(("fields", "status", "param"), WRONG)
 def test_invalid_field_is_refused_by_name(fields: dict[str, Any], status: int, param: str | None) -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.complete(**{"prompt": "x", **fields})
     assert (result.status, result.json["error"]["param"]) == (status, param)
     if status == 400 and param is None:
@@ -350,11 +365,11 @@ def test_invalid_field_is_refused_by_name(fields: dict[str, Any], status: int, p
     "body", [b"", b"{", b"[]", b"\xff", b'"x"', b'{"model": "tiny", "prompt": "\\ud800"}']
 )
 def test_body_that_is_not_json_is_400(body: bytes) -> None:
-    assert Scene().ask(body=body).status == 400
+    assert HandlerHarness().ask(body=body).status == 400
 
 
 def test_models_health_and_ready_paths_are_answered() -> None:
-    resolved = Scene(ready=lambda model: "no replica" if model == SERVER else "")
+    resolved = HandlerHarness(ready=lambda model: "no replica" if model == SERVER else "")
     models = resolved.ask("/v1/models", method="GET").json
     assert [entry["id"] for entry in models["data"]] == [NAME, SERVER]
     assert resolved.ask("/v1/models/tiny", method="GET").json["max_model_len"] == 512
@@ -372,7 +387,7 @@ def test_models_health_and_ready_paths_are_answered() -> None:
 
 
 def test_openapi_document_lists_every_path_and_read_field() -> None:
-    resolved = Scene(saying("a"))
+    resolved = HandlerHarness(answering_with("a"))
     result = resolved.ask("/openapi.json", method="GET").json
     schemas = result["components"]["schemas"]
     for path, methods in result["paths"].items():
@@ -391,7 +406,7 @@ def test_openapi_document_lists_every_path_and_read_field() -> None:
 
 
 def test_closing_gateway_refuses_new_requests_with_503() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     resolved.door.closing = "shutting down"
     result = resolved.complete()
     assert (result.status, result.json["error"]["code"]) == (503, "shutting_down")
@@ -399,7 +414,7 @@ def test_closing_gateway_refuses_new_requests_with_503() -> None:
 
 
 def test_request_class_and_deadline_come_from_headers_or_service_tier() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     resolved.now_s = 5.0
     resolved.complete(headers={"x-potluck-class": "interactive", "x-potluck-deadline-ms": "1500"})
     resolved.complete(service_tier="flex", prompt_cache_key="k")
@@ -413,7 +428,7 @@ def test_request_class_and_deadline_come_from_headers_or_service_tier() -> None:
 
 
 def test_exact_header_disables_lossy_kv() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     for text in ("1", "true", "0", "false"):
         resolved.complete(headers={"x-potluck-exact": text})
     resolved.complete()
@@ -425,7 +440,7 @@ def test_exact_header_disables_lossy_kv() -> None:
 
 
 def test_requests_from_other_origins_are_refused_without_keys() -> None:
-    resolved = Scene(saying("x"))
+    resolved = HandlerHarness(answering_with("x"))
     assert resolved.complete(headers={"origin": "http://evil.example"}).status == 403
     assert resolved.complete(headers={"host": "evil.example"}).status == 403
     assert resolved.complete(headers={"host": "localhost:8000"}).status == 200
@@ -435,7 +450,7 @@ def test_unexpected_exception_is_a_500_without_details(caplog: pytest.LogCapture
     def script(asked: Any, answer: object) -> None:
         raise RuntimeError(asked.body)
 
-    result = Scene(script).complete("my secret")
+    result = HandlerHarness(script).complete("my secret")
     assert result.status == 500
     assert "secret" not in caplog.text + result.data.decode()
     assert "RuntimeError" in caplog.text
@@ -482,12 +497,12 @@ def test_prebuilt_response_bytes_equal_serialised_json(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_ends_the_answer_at_the_engine(stream: bool) -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.complete("x", stop=["lo w"], stream=stream, max_tokens=20)
     answer = resolved.driver.answer
-    assert not answer.tokens(choices("Hel"))
-    assert not answer.tokens(choices("lo"))
-    assert answer.tokens(choices(" world"))
+    assert not answer.tokens(sampled_letters("Hel"))
+    assert not answer.tokens(sampled_letters("lo"))
+    assert answer.tokens(sampled_letters(" world"))
     assert result.over
     if stream:
         text = "".join(part["choices"][0]["text"] for part in result.events)
@@ -513,7 +528,7 @@ def test_random_stop_strings_end_every_response_shape_at_the_same_text(data: st.
     stops = data.draw(st.lists(st.text("ab ", min_size=1, max_size=3), min_size=1, max_size=3))
     texts = data.draw(st.lists(st.text("abc ", min_size=1, max_size=12), min_size=1, max_size=3))
     stream, chat, logprobs, included = (data.draw(st.booleans()) for _ in range(4))
-    resolved = Scene()
+    resolved = HandlerHarness()
     fields: dict[str, Any] = {"stop": stops, "n": len(texts), "stream": stream, "seed": 1}
     fields |= {"include_stop_str_in_output": included, "max_tokens": 12}
     if logprobs:
@@ -522,7 +537,7 @@ def test_random_stop_strings_end_every_response_shape_at_the_same_text(data: st.
         fields["stream_options"] = {"include_usage": True}
     result = resolved.chat("x", **fields) if chat else resolved.complete("x", **fields)
     for asked, text in zip(resolved.driver.asked, texts, strict=True):
-        answer, left, over = resolved.driver.answers[asked.id], choices(text), False
+        answer, left, over = resolved.driver.answers[asked.id], sampled_letters(text), False
         left = [SampledToken(item.token, -1.0 if logprobs else None) for item in left]
         while left and not over:
             size = data.draw(st.integers(1, len(left)))
@@ -570,12 +585,12 @@ def test_engine_error_reaches_the_client_unchanged(n: int, stream: bool) -> None
         answer.relay_whole(400, b"application/json", json.dumps({"error": error}).encode())
 
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}
-    result = Scene(script).complete("x", n=n, stream=stream, response_format=form)
+    result = HandlerHarness(script).complete("x", n=n, stream=stream, response_format=form)
     assert (result.status, result.json["error"]) == (400, error)
 
 
 def test_response_formats_and_penalties_are_part_of_sampling() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "object"}}}
     biases = {"7": -100, "3": 2.5}
     resolved.complete(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_helpers import CARDS, LETTERS, NAME, SERVER, Scene, choices, letters
+from openai_helpers import CARDS, LETTERS, NAME, SERVER, HandlerHarness, letter_tokenizer, sampled_letters
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
@@ -35,7 +35,7 @@ REPLY = {
 
 
 def test_whole_reply_of_a_plain_server_is_relayed_unchanged() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     body = {"model": SERVER, "prompt": "Hello you", "tools": [1], "whatever": 3}
     result = resolved.ask("/v1/completions", body)
     (asked,) = resolved.driver.asked
@@ -60,7 +60,7 @@ def test_whole_reply_of_a_plain_server_is_relayed_unchanged() -> None:
 
 
 def test_second_attempt_replaces_the_partial_reply_of_the_first() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "Hello"})
     answer = resolved.driver.answer
     answer.relay_begin(200, b"application/json")
@@ -73,7 +73,7 @@ def test_second_attempt_replaces_the_partial_reply_of_the_first() -> None:
 
 
 def test_stream_of_a_plain_server_is_relayed_unchanged() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.ask(
         "/v1/chat/completions", {"model": SERVER, "messages": [{"role": "user"}], "stream": True, "n": 3}
     )
@@ -90,7 +90,7 @@ def test_stream_of_a_plain_server_is_relayed_unchanged() -> None:
 
 
 def test_broken_relayed_stream_ends_with_an_error_event() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
     resolved.driver.answer.relay_begin(200, b"text/event-stream")
     resolved.driver.answer.relay(b'data: {"a": 1}\n\n')
@@ -99,7 +99,7 @@ def test_broken_relayed_stream_ends_with_an_error_event() -> None:
 
 
 def test_error_of_a_plain_server_keeps_its_status() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
     resolved.driver.answer.relay_begin(422, b"application/json")
     resolved.driver.answer.relay(b'{"error": {}}')
@@ -108,7 +108,7 @@ def test_error_of_a_plain_server_keeps_its_status() -> None:
 
 
 def test_choices_may_come_from_plain_servers_and_segment_engines() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     result = resolved.complete("ab", n=2, max_tokens=9)
     first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked)
     second.relay_begin(200, b"application/json")
@@ -134,14 +134,14 @@ def test_choices_may_come_from_plain_servers_and_segment_engines() -> None:
 
 
 def test_plain_server_with_token_ids_is_shown_like_an_engine() -> None:
-    card = requests.ModelCard("m", 512, letters(), plain=True)
+    card = requests.ModelCard("m", 512, letter_tokenizer(), plain=True)
     for extra, shown in (({}, "ab"), ({"tools": [1]}, "abc")):
-        resolved = Scene(cards={"m": card})
+        resolved = HandlerHarness(cards={"m": card})
         fields = {"stream_options": {"include_usage": True}, "stop": "c", "stream": True, **extra}
         result = resolved.ask("/v1/completions", {"model": "m", "prompt": "Hi", **fields})
         (asked,) = resolved.driver.asked
         assert (len(asked.prompt), asked.prompt_tokens) == (2, 2)
-        over = resolved.driver.answer.tokens(choices("abc"))
+        over = resolved.driver.answer.tokens(sampled_letters("abc"))
         assert over == (not extra)
         if not over:
             resolved.driver.answer.finished("stop", 0)
@@ -151,7 +151,7 @@ def test_plain_server_with_token_ids_is_shown_like_an_engine() -> None:
 
 
 def test_plain_server_fields_are_forwarded_and_required_ones_are_checked() -> None:
-    resolved = Scene()
+    resolved = HandlerHarness()
     images = [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "What is it?"}]}]
     resolved.ask("/v1/chat/completions", {"model": SERVER, "messages": images, "max_completion_tokens": 7})
     assert resolved.driver.asked[-1].max_output_tokens == 7
@@ -187,12 +187,12 @@ def test_usage_of_a_relayed_reply_is_the_last_reported() -> None:
 ROOM = 490  # All prompts are short enough to be tokenised at once.
 
 
-def scene_of(**fields: object) -> Scene:
-    card = requests.ModelCard("m", ROOM, letters(), plain=True)  # a token for each letter
-    return Scene(cards={"m": card}, **fields)
+def plain_harness(**fields: object) -> HandlerHarness:
+    card = requests.ModelCard("m", ROOM, letter_tokenizer(), plain=True)  # a token for each letter
+    return HandlerHarness(cards={"m": card}, **fields)
 
 
-def ask(resolved: Scene, text: str, **fields: object) -> tuple[int, int]:
+def estimated_tokens(resolved: HandlerHarness, text: str, **fields: object) -> tuple[int, int]:
     """How many tokens were told of it, and as how long it counts."""
     resolved.ask("/v1/completions", {"model": "m", "prompt": text, **fields})
     asked = resolved.driver.asked[-1]
@@ -200,47 +200,47 @@ def ask(resolved: Scene, text: str, **fields: object) -> tuple[int, int]:
 
 
 def test_first_prompts_are_tokenised_to_estimate_the_length_of_others() -> None:
-    resolved = scene_of()
-    assert [ask(resolved, "a" * 100) for _ in range(requests.FEW)] == [(100, 100)] * requests.FEW
-    assert [ask(resolved, "a" * 200) for _ in range(requests.SAMPLE - requests.FEW - 1)] == [(0, 200)] * (
-        requests.SAMPLE - requests.FEW - 1
-    )
-    assert ask(resolved, "a" * 300) == (300, 300)
-    assert ask(resolved, "a" * 300) == (0, 300)
+    resolved = plain_harness()
+    assert [estimated_tokens(resolved, "a" * 100) for _ in range(requests.FEW)] == [(100, 100)] * requests.FEW
+    assert [estimated_tokens(resolved, "a" * 200) for _ in range(requests.SAMPLE - requests.FEW - 1)] == [
+        (0, 200)
+    ] * (requests.SAMPLE - requests.FEW - 1)
+    assert estimated_tokens(resolved, "a" * 300) == (300, 300)
+    assert estimated_tokens(resolved, "a" * 300) == (0, 300)
 
 
 def test_prompt_that_might_not_fit_is_tokenised_and_refused_if_too_long() -> None:
-    resolved = scene_of()
+    resolved = plain_harness()
     for _ in range(requests.FEW):
-        ask(resolved, "a" * 10)
-    assert ask(resolved, "a" * (ROOM // 2))[0] == 0
-    assert ask(resolved, "a" * (ROOM - 100)) == (ROOM - 100, ROOM - 100)
-    assert ask(resolved, "a", max_tokens=ROOM - 1) == (1, 1)
+        estimated_tokens(resolved, "a" * 10)
+    assert estimated_tokens(resolved, "a" * (ROOM // 2))[0] == 0
+    assert estimated_tokens(resolved, "a" * (ROOM - 100)) == (ROOM - 100, ROOM - 100)
+    assert estimated_tokens(resolved, "a", max_tokens=ROOM - 1) == (1, 1)
     refused = resolved.ask("/v1/completions", {"model": "m", "prompt": "a" * ROOM})
     assert (refused.status, refused.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_prompts_for_segment_engines_are_tokenised() -> None:
     there = [False]
-    resolved = scene_of(directory=SimpleNamespace(segments=lambda model: there[0]))
+    resolved = plain_harness(directory=SimpleNamespace(segments=lambda model: there[0]))
     for _ in range(requests.FEW):
-        ask(resolved, "a" * 10)
-    assert ask(resolved, "a" * 10) == (0, 10)
+        estimated_tokens(resolved, "a" * 10)
+    assert estimated_tokens(resolved, "a" * 10) == (0, 10)
     there[0] = True
-    assert ask(resolved, "a" * 10) == (10, 10)
+    assert estimated_tokens(resolved, "a" * 10) == (10, 10)
 
 
 def test_reported_usage_improves_the_length_estimate_and_is_recorded() -> None:
-    resolved = Scene(cards={"m": requests.ModelCard("m", ROOM, None, plain=True)})
-    assert ask(resolved, "a" * 80) == (0, 20), "nothing is known: four characters"
+    resolved = HandlerHarness(cards={"m": requests.ModelCard("m", ROOM, None, plain=True)})
+    assert estimated_tokens(resolved, "a" * 80) == (0, 20), "nothing is known: four characters"
     usage = {"usage": {"prompt_tokens": 40, "completion_tokens": 3}}
     resolved.driver.answer.relay_whole(200, b"application/json", json.dumps(usage).encode())
     assert (resolved.meter.told[-1].prompt_tokens, resolved.meter.told[-1].estimated) == (40, False)
-    assert ask(resolved, "a" * 80) == (0, 40)
+    assert estimated_tokens(resolved, "a" * 80) == (0, 40)
     assert resolved.ask("/v1/completions", {"model": "m", "prompt": [1, 2, 3]}).status is None
     assert resolved.driver.asked[-1].prompt_tokens == 3
     resolved.driver.answer.relay_whole(200, b"application/json", json.dumps(usage).encode())
-    assert ask(resolved, "a" * 80) == (0, 40), "a prompt of tokens teaches nothing of texts"
+    assert estimated_tokens(resolved, "a" * 80) == (0, 40), "a prompt of tokens teaches nothing of texts"
 
 
 @given(st.lists(st.tuples(st.integers(-5, 10**7), st.integers(-5, 10**7))))
@@ -272,17 +272,17 @@ USER = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}:{% endfor %}{{ messages[-1].content }}"
 
 
-def scene(owns: bool = True) -> Scene:
+def owning_harness(owns: bool = True) -> HandlerHarness:
     tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(LETTERS)}, merges=[]))
     tokenizer.decoder = Fuse()
     card = requests.ModelCard(NAME, 512, ModelTokenizer(tokenizer, TEMPLATE), vocab=len(LETTERS))
     directory = SimpleNamespace(
         segments=lambda model: True, owns=lambda model: owns, adapters=lambda: {"lora": NAME, "other": "gone"}
     )
-    return Scene(cards={**CARDS, NAME: card}, directory=directory)
+    return HandlerHarness(cards={**CARDS, NAME: card}, directory=directory)
 
 
-def text(tokens: tuple[int, ...]) -> str:
+def letters_text(tokens: tuple[int, ...]) -> str:
     return "".join(LETTERS[token] for token in tokens)
 
 
@@ -299,7 +299,7 @@ def text(tokens: tuple[int, ...]) -> str:
     ],
 )
 def test_fields_for_engine_features_are_forwarded_unchanged(more: dict[str, Any]) -> None:
-    there = scene()
+    there = owning_harness()
     body = {"model": NAME, "messages": USER, "max_tokens": 9, "temperature": 0, "priority": 3, **more}
     there.ask("/v1/chat/completions", body)
     (asked,) = there.driver.asked
@@ -308,7 +308,7 @@ def test_fields_for_engine_features_are_forwarded_unchanged(more: dict[str, Any]
     assert {name: sent[name] for name in more} == more
     assert not {"priority", "n", "seed"} & sent.keys()
     assert asked.max_output_tokens == 9
-    there = scene(owns=False)
+    there = owning_harness(owns=False)
     refused = there.ask("/v1/chat/completions", body)
     if more.keys() <= DRAWN:  # what every engine can do, as a part of how tokens are drawn
         assert there.driver.asked[0].sampling.edits
@@ -320,19 +320,19 @@ def test_fields_for_engine_features_are_forwarded_unchanged(more: dict[str, Any]
 
 
 def test_plain_requests_are_sent_as_tokens() -> None:
-    there = scene()
+    there = owning_harness()
     there.ask("/v1/chat/completions", {"model": NAME, "messages": USER, "tools": [], "presence_penalty": 0})
     assert not there.driver.asked[0].own
 
 
 def test_tools_are_part_of_the_rendered_prompt() -> None:
-    there = scene()
+    there = owning_harness()
     there.ask("/v1/chat/completions", {"model": NAME, "messages": USER, "tools": TOOLS})
-    assert text(there.driver.asked[0].prompt) == "f:hi"
+    assert letters_text(there.driver.asked[0].prompt) == "f:hi"
 
 
 def test_each_of_several_forwarded_choices_has_its_own_seed() -> None:
-    there = scene()
+    there = owning_harness()
     body = {"model": NAME, "messages": USER, "tools": TOOLS, "n": 2, "temperature": 1, "seed": 5}
     exchange = there.ask("/v1/chat/completions", body)
     sent = [json.loads(item.body) for item in there.driver.asked]
@@ -346,7 +346,7 @@ def test_each_of_several_forwarded_choices_has_its_own_seed() -> None:
 
 
 def test_several_forwarded_streams_are_merged_with_token_usage() -> None:
-    there = scene()
+    there = owning_harness()
     body = {"model": NAME, "messages": USER, "tools": TOOLS, "n": 2, "stream": True}
     exchange = there.ask("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
     for asked in there.driver.asked:
@@ -360,7 +360,7 @@ def test_several_forwarded_streams_are_merged_with_token_usage() -> None:
 
 
 def test_forwarded_completion_has_its_prompt_as_tokens() -> None:
-    there = scene()
+    there = owning_harness()
     there.ask("/v1/completions", {"model": NAME, "prompt": "hi", "suffix": "x"})
     there.ask("/v1/completions", {"model": NAME, "prompt": "hi", "echo": True})
     asked, echoed = there.driver.asked
@@ -370,12 +370,12 @@ def test_forwarded_completion_has_its_prompt_as_tokens() -> None:
 
 def test_kv_transfer_params_from_a_client_are_refused() -> None:
     body = {"model": NAME, "messages": USER, "kv_transfer_params": {"potluck": {"request": "r"}}}
-    refused = scene().ask("/v1/chat/completions", body)
+    refused = owning_harness().ask("/v1/chat/completions", body)
     assert (refused.status, refused.json["error"]["param"]) == (400, "kv_transfer_params")
 
 
 def test_adapters_are_models_with_their_own_prefix_salt() -> None:
-    there = scene()
+    there = owning_harness()
     for name in (NAME, "lora"):
         there.ask("/v1/chat/completions", {"model": name, "messages": USER})
     plain, adapted = there.driver.asked

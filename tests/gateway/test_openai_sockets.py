@@ -18,7 +18,16 @@ from aiohttp import ClientSession
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError, RateLimitError
-from openai_helpers import CARDS, NAME, SERVER, FakeDriver, FakeMeter, Scene, choices, saying
+from openai_helpers import (
+    CARDS,
+    NAME,
+    SERVER,
+    FakeDriver,
+    FakeMeter,
+    HandlerHarness,
+    answering_with,
+    sampled_letters,
+)
 
 from potluck.api.http import server_tls
 from potluck.cli.engine.engine import described
@@ -36,7 +45,7 @@ ANSWER = "Hello, you there"
 
 
 @asynccontextmanager
-async def served(
+async def openai_client(
     script: Callable[[ChoiceRequest, AnswerSink], None],
 ) -> AsyncIterator[tuple[AsyncOpenAI, FakeDriver]]:
     driver = FakeDriver(script)
@@ -48,11 +57,11 @@ async def served(
         await listener.close(1.0)
 
 
-def later(text: str) -> Callable[[ChoiceRequest, AnswerSink], None]:
+def answering_later(text: str) -> Callable[[ChoiceRequest, AnswerSink], None]:
     """As an engine would: token by token, in turns of the event loop."""
 
     def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
-        left = choices(text)[: asked.max_output_tokens]
+        left = sampled_letters(text)[: asked.max_output_tokens]
 
         def step() -> None:
             if not left:
@@ -67,7 +76,7 @@ def later(text: str) -> Callable[[ChoiceRequest, AnswerSink], None]:
 
 def test_openai_client_gets_models_completions_and_chats() -> None:
     async def scenario() -> None:
-        async with served(later(ANSWER)) as (client, driver):
+        async with openai_client(answering_later(ANSWER)) as (client, driver):
             assert [model.id async for model in client.models.list()] == [NAME, SERVER]
             assert (await client.models.retrieve(NAME)).id == NAME
             whole = await client.completions.create(model=NAME, prompt="Hi", max_tokens=9, logprobs=2)
@@ -103,12 +112,12 @@ def test_openai_client_raises_the_matching_errors() -> None:
     async def scenario() -> None:
         def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
             if asked.stream:
-                answer.tokens(choices("ab"))
+                answer.tokens(sampled_letters("ab"))
                 answer.refused(Refuse(asked.id, "retries", "two engines died"))
             else:
                 answer.refused(Refuse(asked.id, "overloaded", "all are busy", 7.0))
 
-        async with served(script) as (client, _):
+        async with openai_client(script) as (client, _):
             with pytest.raises(RateLimitError) as busy:
                 await client.completions.create(model=NAME, prompt="Hi")
             assert busy.value.response.headers["retry-after"] == "7"
@@ -212,10 +221,10 @@ def test_no_body_is_answered_with_500(
 ) -> None:
     def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
         json.dumps([asked.id, asked.prompt, asked.max_output_tokens])
-        answer.tokens(choices("ab"))
+        answer.tokens(sampled_letters("ab"))
         answer.finished("stop", 0)
 
-    scenario = Scene(script)
+    scenario = HandlerHarness(script)
     body: dict[str, Any] = {"model": model, **fields}
     if valid:
         message = [{"role": "user", "content": "Hi"}]
@@ -231,7 +240,7 @@ def test_no_body_is_answered_with_500(
 @settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=60), st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
 def test_invalid_body_on_any_path_gets_a_4xx_answer(body: bytes, path: str) -> None:
-    result = Scene(saying("x")).ask(path, body)
+    result = HandlerHarness(answering_with("x")).ask(path, body)
     assert result.status is not None
     assert 400 <= result.status < 500
 
@@ -253,7 +262,7 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("who", ASKED)
 @pytest.mark.parametrize("chat", [True, False])
 def test_load_generator_bodies_get_completions_and_chats(who: str, chat: bool) -> None:
-    resolved = Scene(saying("abcde"))
+    resolved = HandlerHarness(answering_with("abcde"))
     content = "1 2 3" if who == "aiperf" else [{"type": "text", "text": "1 2 3"}]
     asked = {"messages": [{"role": "user", "content": content}]} if chat else {"prompt": "1 2 3"}
     most = {"max_completion_tokens" if chat else "max_tokens": 5}
@@ -272,10 +281,10 @@ def test_load_generator_bodies_get_completions_and_chats(who: str, chat: bool) -
 
 def test_unsupported_openai_paths_are_refused() -> None:
     for path in ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/images/generations"):
-        result = Scene().ask(path, {"model": NAME, "input": "Hi"})
+        result = HandlerHarness().ask(path, {"model": NAME, "input": "Hi"})
         assert (result.status, result.json["error"]["code"]) == (400, "unsupported")
     for path in ("/v1/responses", "/v1/files", "/metrics", "/tokenize"):  # load generators try the last two
-        assert Scene().ask(path, method="GET").status == 404
+        assert HandlerHarness().ask(path, method="GET").status == 404
 
 
 @pytest.mark.parametrize("model", ["words", "words-hybrid"])

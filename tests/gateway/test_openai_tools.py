@@ -14,7 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
-from openai_helpers import END, LETTERS, FakeDriver, FakeExchange, FakeMeter, Scene, choices, saying
+from openai_helpers import (
+    END,
+    LETTERS,
+    FakeDriver,
+    FakeExchange,
+    FakeMeter,
+    HandlerHarness,
+    answering_with,
+    sampled_letters,
+)
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
@@ -57,15 +66,15 @@ def cards(special: tuple[str, ...] = ()) -> dict[str, ModelCard]:
     return {NAME: ModelCard(NAME, 4096, model_tokenizer, ends=frozenset({END}), vocab=model_tokenizer.vocab)}
 
 
-def scene(script: Any = None, special: tuple[str, ...] = (), **fields: Any) -> Scene:
-    return Scene(script, cards=cards(special), **fields)
+def tools_harness(script: Any = None, special: tuple[str, ...] = (), **fields: Any) -> HandlerHarness:
+    return HandlerHarness(script, cards=cards(special), **fields)
 
 
 def prompt_of(asked: ChoiceRequest) -> str:
     return "".join(LETTERS[token] for token in asked.prompt)
 
 
-def gathered(exchange: FakeExchange) -> list[dict[str, Any]]:
+def collected_choices(exchange: FakeExchange) -> list[dict[str, Any]]:
     """The choices of an answer, streamed or not, in the shape of one that is not."""
     if not exchange.streamed:
         shown: list[dict[str, Any]] = exchange.json["choices"]
@@ -98,7 +107,7 @@ def gathered(exchange: FakeExchange) -> list[dict[str, Any]]:
     return [result[index] for index in sorted(result)]
 
 
-def functions(message: dict[str, Any]) -> list[dict[str, str]]:
+def called_functions(message: dict[str, Any]) -> list[dict[str, str]]:
     return [call["function"] for call in message.get("tool_calls", ())]
 
 
@@ -109,18 +118,18 @@ KOELN = {"name": "weather", "arguments": ARGUMENTS}
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 def test_tool_calls_are_parsed_from_engine_tokens(n: int, logprobs: bool, stream: bool) -> None:
-    resolved = scene(saying(TWO, "stop", cached=1))
+    resolved = tools_harness(answering_with(TWO, "stop", cached=1))
     options = {"stream_options": {"include_usage": True}} if stream else {}
     result = resolved.chat("Hi", tools=[WEATHER], n=n, stream=stream, logprobs=logprobs, **options)
     assert result.status == 200
     assert [prompt_of(asked) for asked in resolved.driver.asked] == ["weather:Hi;"] * n
     assert not any(asked.own for asked in resolved.driver.asked)
-    answers = gathered(result)
+    answers = collected_choices(result)
     assert len(answers) == n
     for answer in answers:
         assert answer["message"]["content"] == "Let me see. "
         assert answer["message"]["role"] == "assistant"
-        assert functions(answer["message"]) == [KOELN, KOELN]
+        assert called_functions(answer["message"]) == [KOELN, KOELN]
         assert answer["finish_reason"] == "tool_calls"
     ids = [call["id"] for answer in answers for call in answer["message"]["tool_calls"]]
     assert len(set(ids)) == 2 * n
@@ -142,9 +151,11 @@ def test_tool_calls_are_parsed_from_engine_tokens(n: int, logprobs: bool, stream
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_call_without_text_has_null_content(stream: bool) -> None:
-    (answer,) = gathered(scene(saying(CALL + " ", "stop")).chat(tools=[WEATHER], stream=stream))
+    (answer,) = collected_choices(
+        tools_harness(answering_with(CALL + " ", "stop")).chat(tools=[WEATHER], stream=stream)
+    )
     assert answer["message"]["content"] is None
-    assert functions(answer["message"]) == [KOELN]
+    assert called_functions(answer["message"]) == [KOELN]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -169,8 +180,10 @@ def test_tool_call_without_text_has_null_content(stream: bool) -> None:
 def test_unfinished_and_invalid_tool_calls_are_content(
     text: str, reason: str, calls: int, content: str | None, finish: str, stream: bool
 ) -> None:
-    (answer,) = gathered(scene(saying(text, reason)).chat(tools=[WEATHER], stream=stream))
-    assert len(functions(answer["message"])) == calls
+    (answer,) = collected_choices(
+        tools_harness(answering_with(text, reason)).chat(tools=[WEATHER], stream=stream)
+    )
+    assert len(called_functions(answer["message"])) == calls
     assert answer["message"]["content"] == content
     assert answer["finish_reason"] == finish
 
@@ -178,8 +191,8 @@ def test_unfinished_and_invalid_tool_calls_are_content(
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_call_tags_without_tools_are_text(stream: bool) -> None:
     for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
-        resolved = scene(saying(CALL, "stop"))
-        (answer,) = gathered(resolved.chat("Hi", stream=stream, **fields))
+        resolved = tools_harness(answering_with(CALL, "stop"))
+        (answer,) = collected_choices(resolved.chat("Hi", stream=stream, **fields))
         assert answer["message"]["content"] == CALL
         assert "tool_calls" not in answer["message"]
         assert answer["finish_reason"] == "stop"
@@ -194,22 +207,24 @@ def test_tool_call_tags_without_tools_are_text(stream: bool) -> None:
 def test_stop_strings_end_answers_with_tools(
     stop: str, content: str | None, finish: str, stream: bool
 ) -> None:
-    (answer,) = gathered(
-        scene(saying(f"{CALL}END more", "stop")).chat(tools=[WEATHER], stop=stop, stream=stream)
+    (answer,) = collected_choices(
+        tools_harness(answering_with(f"{CALL}END more", "stop")).chat(
+            tools=[WEATHER], stop=stop, stream=stream
+        )
     )
     assert (answer["message"]["content"], answer["finish_reason"]) == (content, finish)
 
 
 def test_text_is_streamed_before_a_tool_call_is_complete() -> None:
-    resolved = scene()
+    resolved = tools_harness()
     result = resolved.chat(tools=[WEATHER], stream=True)
     answer = resolved.driver.answer
-    answer.tokens(choices("Hello "))
+    answer.tokens(sampled_letters("Hello "))
     assert b'"content":"Hello "' in result.data
-    answer.tokens(choices("you" + CALL[:-1]))
+    answer.tokens(sampled_letters("you" + CALL[:-1]))
     assert b'"content":"you"' in result.data
     assert b"tool_call" not in result.data
-    answer.tokens(choices(CALL[-1]))
+    answer.tokens(sampled_letters(CALL[-1]))
     assert b'"tool_calls":[{"index":0,"id":"call_' in result.data
     assert b'finish_reason":"' not in result.data
     answer.finished("stop", 0)
@@ -222,25 +237,27 @@ def test_text_is_streamed_before_a_tool_call_is_complete() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_parallel_tool_calls_false_gives_one_call(stream: bool) -> None:
-    result = scene(saying(TWO, "stop")).chat(tools=[WEATHER], parallel_tool_calls=False, stream=stream)
-    assert functions(gathered(result)[0]["message"]) == [KOELN]
+    result = tools_harness(answering_with(TWO, "stop")).chat(
+        tools=[WEATHER], parallel_tool_calls=False, stream=stream
+    )
+    assert called_functions(collected_choices(result)[0]["message"]) == [KOELN]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_call_tags_that_are_special_tokens_are_parsed(stream: bool) -> None:
     special = ("<tool_call>", "</tool_call>")
     first, last = (len(LETTERS) + place for place in range(2))
-    inner = choices(CALL.removeprefix(special[0]).removesuffix(special[1]))
+    inner = sampled_letters(CALL.removeprefix(special[0]).removesuffix(special[1]))
 
     def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
         for choice in (SampledToken(first), *inner, SampledToken(last), SampledToken(END)):
             answer.tokens([choice])
         answer.finished("stop", 0)
 
-    (answer,) = gathered(scene(script, special).chat(tools=[WEATHER], stream=stream))
-    assert functions(answer["message"]) == [KOELN]
+    (answer,) = collected_choices(tools_harness(script, special).chat(tools=[WEATHER], stream=stream))
+    assert called_functions(answer["message"]) == [KOELN]
     assert answer["message"]["content"] is None
-    (answer,) = gathered(scene(script, special).chat(stream=stream))
+    (answer,) = collected_choices(tools_harness(script, special).chat(stream=stream))
     assert answer["message"]["content"] == CALL.removeprefix(special[0]).removesuffix(special[1])
 
 
@@ -248,15 +265,17 @@ def test_tool_call_tags_that_are_special_tokens_are_parsed(stream: bool) -> None
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_forced_tool_call_is_sampled_under_its_schema(choice: object, stream: bool) -> None:
     text = '{"name":"weather","arguments":{"place":"Bonn"}}'
-    resolved = scene(saying(text, "stop"))
-    (answer,) = gathered(resolved.chat("Hi", tools=[WEATHER], tool_choice=choice, stream=stream))
-    assert functions(answer["message"]) == [{"name": "weather", "arguments": '{"place": "Bonn"}'}]
+    resolved = tools_harness(answering_with(text, "stop"))
+    (answer,) = collected_choices(resolved.chat("Hi", tools=[WEATHER], tool_choice=choice, stream=stream))
+    assert called_functions(answer["message"]) == [{"name": "weather", "arguments": '{"place": "Bonn"}'}]
     assert (answer["message"]["content"], answer["finish_reason"]) == (None, "tool_calls")
     (asked,) = resolved.driver.asked
     assert json.loads(asked.sampling.json_schema)["$defs"]["0"] == WEATHER["function"]["parameters"]  # type: ignore[index]
     assert prompt_of(asked) == "weather:Hi;"
-    (answer,) = gathered(
-        scene(saying(text[:30], "length")).chat("Hi", tools=[WEATHER], tool_choice=choice, stream=stream)
+    (answer,) = collected_choices(
+        tools_harness(answering_with(text[:30], "length")).chat(
+            "Hi", tools=[WEATHER], tool_choice=choice, stream=stream
+        )
     )
     assert (answer["message"]["content"], answer["finish_reason"]) == (text[:30], "length")
 
@@ -273,14 +292,14 @@ def test_engine_that_cannot_force_a_call_is_reported_for_tool_choice() -> None:
         answer.relay_whole(400, b"application/json", json.dumps({"error": error}).encode())
 
     for stream in (False, True):
-        result = scene(script).chat(tools=[WEATHER], tool_choice="required", stream=stream)
+        result = tools_harness(script).chat(tools=[WEATHER], tool_choice="required", stream=stream)
         shown = result.json["error"]
         assert (result.status, shown["param"], shown["code"]) == (400, "tool_choice", "c")
         assert shown["message"] == "tool_choice: no call can be forced here; only text is possible"
 
 
 def test_messages_with_calls_and_template_variables_reach_the_prompt() -> None:
-    resolved = scene(saying("ok", "stop"))
+    resolved = tools_harness(answering_with("ok", "stop"))
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
     messages = [
         {"role": "user", "content": "Hi"},
@@ -305,7 +324,7 @@ def test_messages_with_calls_and_template_variables_reach_the_prompt() -> None:
     ],
 )
 def test_unsupported_tool_fields_are_400_with_their_name(fields: dict[str, Any], param: str) -> None:
-    resolved = scene()
+    resolved = tools_harness()
     result = resolved.chat(**fields)
     assert (result.status, result.json["error"]["param"]) == (400, param)
     assert resolved.driver.asked == []
@@ -314,18 +333,18 @@ def test_unsupported_tool_fields_are_400_with_their_name(fields: dict[str, Any],
 def test_prompt_for_plain_servers_has_tools_where_segment_engines_may_take_over() -> None:
     plain = {NAME: ModelCard(NAME, 4096, tokenizer(), plain=True)}
     for tools, prompt in (([WEATHER], "weather:Hi;"), (["strange"], "Hi;"), ([], "Hi;")):
-        resolved = Scene(saying(CALL, "stop"), cards=plain)
-        (answer,) = gathered(resolved.chat("Hi", tools=tools))
+        resolved = HandlerHarness(answering_with(CALL, "stop"), cards=plain)
+        (answer,) = collected_choices(resolved.chat("Hi", tools=tools))
         assert prompt_of(resolved.driver.asked[0]) == prompt
         assert json.loads(resolved.driver.asked[0].body)["tools"] == tools, "the body goes on as it came"
-        assert functions(answer["message"]) == ([KOELN] if tools == [WEATHER] else [])
+        assert called_functions(answer["message"]) == ([KOELN] if tools == [WEATHER] else [])
 
 
 def test_completions_and_models_without_a_tool_template_refuse_tools() -> None:
-    resolved = scene()
+    resolved = tools_harness()
     for fields in ({"tools": [WEATHER]}, {"chat_template_kwargs": {"a": 1}}, {"tool_choice": "required"}):
         assert resolved.complete("x", **fields).json["error"]["param"] == next(iter(fields))
-    plain = Scene()
+    plain = HandlerHarness()
     for fields in ({"tools": [WEATHER]}, {"chat_template_kwargs": {"a": 1}}):
         assert plain.chat(**fields).json["error"]["param"] == next(iter(fields))
 
@@ -344,45 +363,48 @@ def test_kept_answer_with_tool_calls_is_the_same_after_its_process_died(
 
     monkeypatch.setattr(KeptAnswer, "__init__", noted)
 
-    def worker(script: Any = None) -> Scene:
-        return scene(script, kept_answers=KeptAnswers(tmp_path, lambda delay_s, call: None))
+    def worker(script: Any = None) -> HandlerHarness:
+        return tools_harness(script, kept_answers=KeptAnswers(tmp_path, lambda delay_s, call: None))
 
-    def ask(one: Scene) -> FakeExchange:
+    def ask(one: HandlerHarness) -> FakeExchange:
         return one.chat("Hi", {"idempotency_key": "once"}, tools=[WEATHER], stream=stream, temperature=0)
 
     first = worker()
     broken = ask(first)
-    for letter in choices(TWO[:died_after]):
+    for letter in sampled_letters(TWO[:died_after]):
         first.driver.answer.tokens([letter])
     os.close(files.pop())  # as by a death: the lock is gone
-    rest = worker(saying(TWO[died_after:], "stop"))
+    rest = worker(answering_with(TWO[died_after:], "stop"))
     again = ask(rest)
-    (answer,) = gathered(again)
-    assert functions(answer["message"]) == [KOELN, KOELN]
+    (answer,) = collected_choices(again)
+    assert called_functions(answer["message"]) == [KOELN, KOELN]
     assert answer["message"]["content"] == "Let me see. "
-    replayed = ask(worker(saying("never")))
-    assert gathered(replayed) == [answer], "ids included"
+    replayed = ask(worker(answering_with("never")))
+    assert collected_choices(replayed) == [answer], "ids included"
     if stream and died_after:
         assert again.data.startswith(broken.data), "the client that was cut off has the beginning of it"
 
 
 @given(st.lists(st.integers(1, len(TWO)), max_size=6), st.booleans())
 def test_any_split_of_tokens_gives_the_same_tool_calls(sizes: list[int], stream: bool) -> None:
-    resolved = scene()
+    resolved = tools_harness()
     result = resolved.chat(tools=[WEATHER], stream=stream)
-    left = choices(TWO)
+    left = sampled_letters(TWO)
     for size in [*sizes, len(TWO)]:
         if left:
             resolved.driver.answer.tokens(left[:size])
         left = left[size:]
     resolved.driver.answer.finished("stop", 0)
-    (answer,) = gathered(result)
-    assert (answer["message"]["content"], functions(answer["message"])) == ("Let me see. ", [KOELN, KOELN])
+    (answer,) = collected_choices(result)
+    assert (answer["message"]["content"], called_functions(answer["message"])) == (
+        "Let me see. ",
+        [KOELN, KOELN],
+    )
 
 
 @asynccontextmanager
-async def served(text: str) -> AsyncIterator[AsyncOpenAI]:
-    handler = ClientHandler(cards(), FakeDriver(saying(text, "stop")), FakeMeter())
+async def openai_client(text: str) -> AsyncIterator[AsyncOpenAI]:
+    handler = ClientHandler(cards(), FakeDriver(answering_with(text, "stop")), FakeMeter())
     listener = await open_port(handler, "127.0.0.1", 0)
     try:
         async with AsyncOpenAI(base_url=listener.address + "/v1", api_key="none", max_retries=0) as client:
@@ -393,7 +415,7 @@ async def served(text: str) -> AsyncIterator[AsyncOpenAI]:
 
 def test_openai_client_parses_streamed_and_whole_tool_calls() -> None:
     async def scenario() -> None:
-        async with served(TWO) as client:
+        async with openai_client(TWO) as client:
             asked: dict[str, Any] = {
                 "model": NAME,
                 "messages": [{"role": "user", "content": "Hi"}],

@@ -30,7 +30,7 @@ from potluck.gateway.values import Address
 from potluck.runtime.resolved_plan import EngineSetup
 
 
-class Fleet:
+class OperatedFleet:
     """A Brain at its desk, with replicas of these roles, and an oversight of it."""
 
     def __init__(self, *roles: Role, kind: Any = "homogeneous", ready: bool = True) -> None:
@@ -95,7 +95,7 @@ class Fleet:
 
 
 def test_drain_order_reaches_the_brain_and_is_noted_as_by_hand() -> None:
-    fleet = Fleet("mixed", "mixed")
+    fleet = OperatedFleet("mixed", "mixed")
     first = fleet.names[0]
     assert fleet.oversight.drain({"replica": first}) == {"replica": first, "with_it": [], "open_requests": 0}
     assert DrainReplica(first) in fleet.done
@@ -105,7 +105,7 @@ def test_drain_order_reaches_the_brain_and_is_noted_as_by_hand() -> None:
 
 
 def test_replica_is_cordoned_by_name_and_by_host() -> None:
-    fleet = Fleet("mixed", "mixed")
+    fleet = OperatedFleet("mixed", "mixed")
     views, (first, second) = fleet.brain.fleet.views, fleet.names
     assert fleet.oversight.cordon({"replica": first}) == {"cordoned": ["h:0"], "changed": [first]}
     assert (views[first].cordoned, views[second].cordoned) == (True, False)
@@ -122,7 +122,7 @@ def test_replica_is_cordoned_by_name_and_by_host() -> None:
 
 
 def test_replica_starting_on_a_cordoned_host_is_cordoned() -> None:
-    fleet = Fleet("mixed", ready=False)
+    fleet = OperatedFleet("mixed", ready=False)
     fleet.cordons.inherit(["h"])
     fleet.cordons.look()
     (name,) = fleet.names
@@ -145,11 +145,11 @@ def test_replica_starting_on_a_cordoned_host_is_cordoned() -> None:
 )
 def test_invalid_cordon_is_refused_in_one_line(body: dict[str, Any], line: str) -> None:
     with pytest.raises(InputError, match=line):
-        Fleet("mixed").oversight.cordon(body)
+        OperatedFleet("mixed").oversight.cordon(body)
 
 
 def test_role_flip_is_refused_for_the_last_replica_of_a_role() -> None:
-    fleet = Fleet("prefill", "prefill", "decode")
+    fleet = OperatedFleet("prefill", "prefill", "decode")
     first, second, third = fleet.names
     text = fleet.oversight.flip({"replica": first, "role": "decode"})
     assert (text["role"], text["before"], text["planned"]) == ("decode", "prefill", "prefill")
@@ -169,7 +169,7 @@ def test_role_flip_is_refused_for_the_last_replica_of_a_role() -> None:
     ],
 )
 def test_invalid_operator_orders_are_refused_in_one_line(body: dict[str, object], line: str) -> None:
-    fleet = Fleet("mixed", "mixed")
+    fleet = OperatedFleet("mixed", "mixed")
     with pytest.raises(InputError) as caught:
         fleet.oversight.flip(body)
     assert line in str(caught.value)
@@ -177,13 +177,13 @@ def test_invalid_operator_orders_are_refused_in_one_line(body: dict[str, object]
 
 
 def test_replica_that_is_not_ready_accepts_no_orders() -> None:
-    fleet = Fleet("mixed", ready=False)
+    fleet = OperatedFleet("mixed", ready=False)
     with pytest.raises(InputError, match="is starting; only one that is ready"):
         fleet.oversight.drain({"replica": fleet.names[0]})
 
 
 def test_operator_orders_over_the_admin_port_need_its_key() -> None:
-    fleet = Fleet("prefill", "prefill", "decode")
+    fleet = OperatedFleet("prefill", "prefill", "decode")
     heard: list[Event] = []
     fleet.brain_loop.watchers.append(lambda at_s, event, actions: heard.append(event))
     office = AdminContext(GatewayMetrics(Counters(), fleet.oversight), fleet.oversight, key="k")
@@ -212,7 +212,7 @@ def test_operator_orders_over_the_admin_port_need_its_key() -> None:
 
 def test_market_updates_and_decisions_are_exchanged_over_http() -> None:
     regions = (Region("east", (NodeOffer("1xA10", 1.0, 1),)),)
-    fleet = Fleet("mixed", "mixed")
+    fleet = OperatedFleet("mixed", "mixed")
     message: list[tuple[Region, ...]] = []
     core = SimpleNamespace(
         brain=fleet.brain,

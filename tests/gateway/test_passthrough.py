@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from dispatch_helpers import Stage, asked
+from dispatch_helpers import DispatchHarness, choice_request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,12 +19,12 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "fun
 END = {"ended": "stop", "prompt_tokens": 20, "cached_tokens": 4}
 
 
-def own(stream: bool = True, **more: Any) -> ChoiceRequest:
+def own_request(stream: bool = True, **more: Any) -> ChoiceRequest:
     body = json.dumps({**BODY, "stream": stream, **more}, separators=(",", ":")).encode()
-    return asked(own=True, path=b"/v1/chat/completions", body=body, stream=stream)
+    return choice_request(own=True, path=b"/v1/chat/completions", body=body, stream=stream)
 
 
-def event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
+def stream_event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
     choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
     return {
         "id": "theirs",
@@ -35,13 +35,13 @@ def event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> dict
     }
 
 
-def call(name: str = "", arguments: str = "", id: str = "c1") -> dict[str, Any]:
+def tool_call_delta(name: str = "", arguments: str = "", id: str = "c1") -> dict[str, Any]:
     function = ({"name": name} if name else {}) | ({"arguments": arguments} if arguments else {})
     first = {"id": id, "type": "function"} if name else {}
     return {"tool_calls": [{"index": 0, **first, "function": function}]}
 
 
-def told(data: bytes) -> tuple[ChoiceSoFar, list[dict[str, Any]]]:
+def collected_answer(data: bytes) -> tuple[ChoiceSoFar, list[dict[str, Any]]]:
     events = [part for part in data.decode().split("\n\n") if part]
     result = [json.loads(entry.removeprefix("data: ")) for entry in events if entry != "data: [DONE]"]
     whole = ChoiceSoFar()
@@ -51,37 +51,43 @@ def told(data: bytes) -> tuple[ChoiceSoFar, list[dict[str, Any]]]:
     return whole, result
 
 
-def stage(*names: str) -> Stage:
-    made = Stage()
+def passthrough_harness(*names: str) -> DispatchHarness:
+    made = DispatchHarness()
     for name in names:
         made.fleet.add(name, own=True)
     return made
 
 
 def test_engine_gets_the_client_body_and_the_client_gets_engine_events() -> None:
-    there = stage("x")
-    heard = there.begin(own(), aggregated("x"))
+    there = passthrough_harness("x")
+    heard = there.begin(own_request(), aggregated("x"))
     asked_for = there.call("x")
     assert asked_for.body["own"] == {"path": "/v1/chat/completions", "body": {**BODY, "stream": True}}
     assert asked_for.body["tokens"] == list(heard.asked.prompt)
     asked_for.write(
-        {"said": event({"role": "assistant", "content": ""})}, {"token": 5}, {"said": event(call("look"))}
+        {"said": stream_event({"role": "assistant", "content": ""})},
+        {"token": 5},
+        {"said": stream_event(tool_call_delta("look"))},
     )
-    asked_for.write({"token": 6}, {"token": 7}, {"said": event(call(arguments='{"n": 1}'), "tool_calls")})
+    asked_for.write(
+        {"token": 6},
+        {"token": 7},
+        {"said": stream_event(tool_call_delta(arguments='{"n": 1}'), "tool_calls")},
+    )
     asked_for.write({**END, "output_tokens": 3})
     asked_for.end()
-    whole, events = told(heard.relayed)
+    whole, events = collected_answer(heard.relayed)
     assert {(item["id"], item["model"]) for item in events} == {("chatcmpl-r", "m")}
     assert (whole.texts["call 0"], whole.facts["name 0"]) == ('{"n": 1}', "look")
     assert heard.relayed.endswith(b"data: [DONE]\n\n")
     assert heard.counts == TokenCounts(20, 3, 4)
     assert there.news == [FirstToken("r", 0), RequestFinished("r", 0, 3)]
-    there.at_rest()
+    there.assert_idle()
 
 
 def test_unstreamed_engine_answer_is_relayed_at_once() -> None:
-    there = stage("x")
-    heard = there.begin(own(stream=False), aggregated("x"))
+    there = passthrough_harness("x")
+    heard = there.begin(own_request(stream=False), aggregated("x"))
     for count in range(60):
         there.clock.pass_s(5)
         there.call("x").write({"steps": count})
@@ -95,10 +101,12 @@ def test_unstreamed_engine_answer_is_relayed_at_once() -> None:
 
 
 def test_retried_passthrough_answer_streams_only_the_rest() -> None:
-    there = stage("x", "y")
-    heard = there.begin(own(), aggregated("x"))
+    there = passthrough_harness("x", "y")
+    heard = there.begin(own_request(), aggregated("x"))
     there.call("x").write(
-        {"token": 5}, {"said": event({"role": "assistant"})}, {"said": event(call("look", '{"n', "c1"))}
+        {"token": 5},
+        {"said": stream_event({"role": "assistant"})},
+        {"said": stream_event(tool_call_delta("look", '{"n', "c1"))},
     )
     there.call("x").lose()
     assert there.news[-1] == AttemptFailed("r", 0, "replica", "x", 0), (
@@ -108,34 +116,38 @@ def test_retried_passthrough_answer_streams_only_the_rest() -> None:
     again = there.call("y")
     assert again.body["tokens"] == list(heard.asked.prompt)
     again.write(
-        {"token": 5}, {"said": event({"role": "assistant"})}, {"said": event(call("look", '{"', "c2"))}
+        {"token": 5},
+        {"said": stream_event({"role": "assistant"})},
+        {"said": stream_event(tool_call_delta("look", '{"', "c2"))},
     )
     again.write(
-        {"token": 6}, {"said": event(call(arguments='n": 1}'), "tool_calls")}, {**END, "output_tokens": 2}
+        {"token": 6},
+        {"said": stream_event(tool_call_delta(arguments='n": 1}'), "tool_calls")},
+        {**END, "output_tokens": 2},
     )
     again.end()
-    whole, events = told(heard.relayed)
+    whole, events = collected_answer(heard.relayed)
     assert whole.texts["call 0"] == '{"n": 1}'
     assert [item["choices"][0]["delta"]["tool_calls"][0].get("id") for item in events[1:]] == ["c1", None]
     assert there.news[-1] == RequestFinished("r", 1, 2)
 
 
 def test_retried_passthrough_answer_that_differs_is_refused() -> None:
-    there = stage("x", "y")
-    heard = there.begin(own(), aggregated("x"))
-    there.call("x").write({"token": 5}, {"said": event({"content": "a plan"})})
+    there = passthrough_harness("x", "y")
+    heard = there.begin(own_request(), aggregated("x"))
+    there.call("x").write({"token": 5}, {"said": stream_event({"content": "a plan"})})
     there.call("x").lose()
     there.again(heard.asked, aggregated("y"), 1, 0)
-    there.call("y").write({"token": 5}, {"said": event({"content": "another"})})
+    there.call("y").write({"token": 5}, {"said": stream_event({"content": "another"})})
     assert heard.refusal is not None
     assert "otherwise" in heard.refusal.detail
     assert there.news[-1] == RequestCancelled("r")
-    there.at_rest()
+    there.assert_idle()
 
 
 def test_engine_prompt_that_differs_replaces_the_gateway_prompt() -> None:
-    there = stage("p", "d")
-    heard = there.begin(own(), handed_over("p", "d", 20))
+    there = passthrough_harness("p", "d")
+    heard = there.begin(own_request(), handed_over("p", "d", 20))
     there.call("d").write({"prompt": [1, 2, 3, 4]}, {"ended": "error", **_counts(), "code": "other_prompt"})
     assert there.news[-1] == AttemptFailed("r", 0, "timeout", "", 0), "nobody is to blame"
     assert there.call("p").cancelled
@@ -145,40 +157,40 @@ def test_engine_prompt_that_differs_replaces_the_gateway_prompt() -> None:
 
 
 def test_engine_400_reaches_the_client_and_cancels_the_request() -> None:
-    there = stage("x")
-    heard = there.begin(own(), aggregated("x"))
+    there = passthrough_harness("x")
+    heard = there.begin(own_request(), aggregated("x"))
     there.call("x").refuse(400)
     assert (heard.status, json.loads(heard.relayed)["error"]["message"]) == (400, "no")
     assert there.news == [RequestCancelled("r")]
 
 
 def test_stalled_engine_is_detected_for_unstreamed_answers() -> None:
-    there = stage("x")
-    there.begin(own(stream=False), aggregated("x"))
+    there = passthrough_harness("x")
+    there.begin(own_request(stream=False), aggregated("x"))
     there.call("x").write({"steps": 1})
     there.clock.pass_s(200)
     assert there.news[-1] == AttemptFailed("r", 0, "replica", "x", 0)
 
 
 def test_late_engine_refusal_reaches_the_client() -> None:
-    there = stage("x")
-    heard = there.begin(own(stream=False), aggregated("x"))
+    there = passthrough_harness("x")
+    heard = there.begin(own_request(stream=False), aggregated("x"))
     there.call("x").write({"steps": 1}, {"refused": {"error": {"message": "no such grammar"}}})
     there.call("x").write({"ended": "error", **_counts(), "code": None})
     assert (heard.status, json.loads(heard.relayed)["error"]["message"]) == (400, "no such grammar")
 
 
 def test_engines_without_passthrough_get_no_passthrough_requests() -> None:
-    there = Stage("x")
-    there.begin(own(), aggregated("x"))
+    there = DispatchHarness("x")
+    there.begin(own_request(), aggregated("x"))
     assert not there.fleet.sent
     assert there.news == [AttemptFailed("r", 0, "replica", "x", 0)]
 
 
 @pytest.mark.parametrize("line", [{**END, "output_tokens": 2}, {"nothing": 1}, {**END, "output_tokens": 0}])
 def test_inconsistent_end_line_fails_the_attempt(line: dict[str, object]) -> None:
-    there = stage("x")
-    there.begin(own(), aggregated("x"))
+    there = passthrough_harness("x")
+    there.begin(own_request(), aggregated("x"))
     there.call("x").write({"token": 5}, line)
     assert there.news[-1] == AttemptFailed("r", 0, "replica", "x", 0)
 
@@ -197,16 +209,16 @@ CUTS = st.lists(st.integers(1, 4), min_size=1, max_size=8)
 def _events(answer: tuple[str, list[tuple[str, str]]], cuts: list[int], name: str) -> list[dict[str, Any]]:
     """An answer said in pieces that are cut somewhere."""
     content, calls = answer
-    made = [event({"role": "assistant", "content": ""})]
-    made += [event({"content": piece}) for piece in _cut(content, cuts)]
+    made = [stream_event({"role": "assistant", "content": ""})]
+    made += [stream_event({"content": piece}) for piece in _cut(content, cuts)]
     for place, (called, arguments) in enumerate(calls):
         first = {"index": place, "id": f"{name}{place}", "type": "function", "function": {"name": called}}
-        made.append(event({"tool_calls": [first]}))
+        made.append(stream_event({"tool_calls": [first]}))
         made += [
-            event({"tool_calls": [{"index": place, "function": {"arguments": piece}}]})
+            stream_event({"tool_calls": [{"index": place, "function": {"arguments": piece}}]})
             for piece in _cut(arguments, cuts)
         ]
-    return [*made, event({}, "tool_calls" if calls else "stop")]
+    return [*made, stream_event({}, "tool_calls" if calls else "stop")]
 
 
 def _cut(text: str, cuts: list[int]) -> list[str]:
@@ -228,7 +240,7 @@ def test_passthrough_answer_with_any_number_of_retries_is_complete_once(
         message = _events(answer, cuts, f"attempt {place} ")
         last = place + 1 == len(attempts)
         data += b"".join(map(retold.event, message if last else message[:upto]))
-    whole, events = told(data)
+    whole, events = collected_answer(data)
     expected = ChoiceSoFar()
     for item in _events(answer, [1], ""):
         expected.add(item["choices"][0])
@@ -245,14 +257,14 @@ def test_passthrough_answer_with_any_number_of_retries_is_complete_once(
 def test_difference_between_retried_answers_is_detected_in_any_field() -> None:
     for first, second in (
         ({"content": "ab"}, {"content": "ac"}),
-        (call("look"), call("see")),
-        (call("look", "12"), call("look", "13")),
+        (tool_call_delta("look"), tool_call_delta("see")),
+        (tool_call_delta("look", "12"), tool_call_delta("look", "13")),
     ):
         retold = MergedEvents("n", "m", usage=False)
-        retold.event(event(first))
+        retold.event(stream_event(first))
         retold.again()
         with pytest.raises(DifferentAnswer):
-            retold.event(event(second))
+            retold.event(stream_event(second))
 
 
 def test_usage_is_sent_only_to_clients_that_asked_for_it() -> None:

@@ -44,7 +44,7 @@ def children_of(pid: int) -> dict[int, str]:
     return {int(item): Path(f"/proc/{item}/cmdline").read_text() for item in result}
 
 
-def desk_of(fleet: LiveFleet) -> int:
+def brain_process_of(fleet: LiveFleet) -> int:
     assert fleet.gateway is not None
     assert fleet.gateway.popen is not None
     children = children_of(fleet.gateway.popen.pid).items()
@@ -52,7 +52,7 @@ def desk_of(fleet: LiveFleet) -> int:
     return brain_loop
 
 
-def asked(url: str, body: dict[str, Any], key: str = "") -> Any:
+def post_json(url: str, body: dict[str, Any], key: str = "") -> Any:
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -61,7 +61,7 @@ def asked(url: str, body: dict[str, Any], key: str = "") -> Any:
 
 def status_of(url: str, body: dict[str, Any], key: str) -> int:
     try:
-        asked(url, body, key)
+        post_json(url, body, key)
     except urllib.error.HTTPError as error:
         return error.code
     return 200
@@ -79,7 +79,7 @@ def snapshot(fleet: LiveFleet) -> Any:
         return json.load(answer)
 
 
-def shots_of() -> list[TimedRequest]:
+def timed_requests() -> list[TimedRequest]:
     made = []
     for place in range(STREAMS):
         drawn = {"temperature": 0.8, "seed": place} if place % 2 else {}
@@ -100,17 +100,17 @@ def test_streams_continue_while_the_brain_process_is_killed(
     files = ("--files", f"{MODEL}={shipped_model()}")
     gateway = (*files, "--workers", "2", "--log", str(log), "--keys", str(keys), "--usage", str(usage))
     with LiveFleet(plan, spec, gateway=gateway, engine=("--mock",)) as fleet:
-        shots = shots_of()
+        shots = timed_requests()
         for request in shots:
             request.key = key
         bodies = [{**json.loads(request.body()), "stream": False} for request in shots]
         lone = str(fleet.engines[0].said["url"])
         with ThreadPoolExecutor(STREAMS) as pool:
-            expected = [item["choices"][0]["text"] for item in pool.map(lambda b: asked(lone, b), bodies)]
+            expected = [item["choices"][0]["text"] for item in pool.map(lambda b: post_json(lone, b), bodies)]
         short = {"model": MODEL, "prompt": [5, 6], "max_tokens": 1}
         used = [status_of(fleet.url, short, limited) for _ in range(2)]
 
-        first = desk_of(fleet)
+        first = brain_process_of(fleet)
 
         def strike() -> None:
             while sum(request.pieces > 5 for request in shots) < STREAMS // 4:
@@ -123,12 +123,12 @@ def test_streams_continue_while_the_brain_process_is_killed(
         striking.join(10)
         assert [request.problem for request in shots] == [""] * STREAMS
         assert [request.text for request in shots] == expected
-        assert desk_of(fleet) != first
+        assert brain_process_of(fleet) != first
 
         # Limits hold across it.
         assert [*used, *(status_of(fleet.url, short, limited) for _ in range(3))] == [200, 200, 200, 429, 429]
         wait_until(lambda: '["RequestAdopted",' in log.read_text())  # what is not flushed dies with it
-        os.kill(desk_of(fleet), signal.SIGKILL)
+        os.kill(brain_process_of(fleet), signal.SIGKILL)
         # Whoever has an answer has a record, whatever becomes of the desk.
         records = [json.loads(line) for line in usage.read_text().splitlines()]
         assert sum(record["status"] == 200 for record in records) == STREAMS + 3
@@ -178,10 +178,10 @@ def test_all_gateway_processes_end_when_the_parent_is_killed(tmp_path: Path) -> 
         family = children_of(parent.pid)
         assert len(family) == 3
         parent.kill()
-    wait_until(lambda: not any(map(_lives, family)))
+    wait_until(lambda: not any(map(_is_alive, family)))
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -205,7 +205,7 @@ def children_named(pid: int, title: str) -> list[int]:
     return [int(item) for item in result if title in Path(f"/proc/{item}/cmdline").read_text()]
 
 
-def asked_again(
+def repeat_request(
     url: str, headers: dict[str, str], heard: Callable[[bytes], None] = lambda data: None
 ) -> tuple[bytes, dict[str, str], bool]:
     """What came, with which headers, and whether it came whole."""
@@ -227,7 +227,7 @@ def asked_again(
         connection.close()
 
 
-def killing(pids: Callable[[], list[int]]) -> Callable[[bytes], None]:
+def kill_when_heard(pids: Callable[[], list[int]]) -> Callable[[bytes], None]:
     done: list[int] = []
 
     def heard(data: bytes) -> None:
@@ -267,9 +267,11 @@ def test_interrupted_stream_continues_for_a_repeated_request(
         knocking = threading.Thread(target=knock)
         knocking.start()
         try:
-            first, _, whole = asked_again(fleet.url, name, killing(lambda: children_named(parent, title)))
+            first, _, whole = repeat_request(
+                fleet.url, name, kill_when_heard(lambda: children_named(parent, title))
+            )
             assert not whole
-            second, headers, whole = asked_again(fleet.url, name)
+            second, headers, whole = repeat_request(fleet.url, name)
         finally:
             over.set()
             knocking.join()
@@ -277,7 +279,7 @@ def test_interrupted_stream_continues_for_a_repeated_request(
         assert whole
         assert second.startswith(first), "drawn as it would have been, under the same name"
         assert headers["x-potluck-replayed"] == "1"
-        third, headers, whole = asked_again(fleet.url, name)
+        third, headers, whole = repeat_request(fleet.url, name)
         assert (third, whole) == (second, True)
         (record,) = [json.loads(line) for line in usage.read_text().splitlines()]
         assert (record["request"], record["output_tokens"], record["status"]) == ("again", TOKENS, 200)
@@ -289,7 +291,7 @@ def test_running_answers_finish_when_the_supervisor_is_killed(tmp_path: Path) ->
     with LiveFleet(plan, spec, gateway=("--files", f"{MODEL}={shipped_model()}")) as fleet:
         parent = pid_of(fleet)
         (child,) = children_named(parent, "potluck-gateway")
-        _, _, whole = asked_again(fleet.url, {}, killing(lambda: [parent]))
+        _, _, whole = repeat_request(fleet.url, {}, kill_when_heard(lambda: [parent]))
         assert whole
         until_s = time.monotonic() + 60
         while Path(f"/proc/{child}").exists() and time.monotonic() < until_s:
@@ -308,12 +310,14 @@ def test_gateway_with_takeover_outlives_its_supervisor(tmp_path: Path) -> None:
         parent = pid_of(fleet)
         (child,) = children_named(parent, "potluck-gateway")
         os.kill(parent, signal.SIGKILL)
-        assert asked_again(fleet.url, {})[2], "it serves on"
+        assert repeat_request(fleet.url, {})[2], "it serves on"
         succeeding = threading.Thread(target=fleet.succeed)
-        whole = asked_again(fleet.url, {}, lambda data: None if succeeding.ident else succeeding.start())[2]
+        whole = repeat_request(fleet.url, {}, lambda data: None if succeeding.ident else succeeding.start())[
+            2
+        ]
         assert whole
         succeeding.join()
-        assert asked_again(fleet.url, {})[2]
+        assert repeat_request(fleet.url, {})[2]
         until_s = time.monotonic() + 120
         while Path(f"/proc/{child}").exists() and time.monotonic() < until_s:
             time.sleep(0.05)

@@ -60,7 +60,7 @@ class FakeCaller:
         return "their-name"
 
 
-class Yard:
+class RegistryHarness:
     def __init__(self) -> None:
         self.told: list[events.Event] = []
         self.open: dict[str, int] = {}
@@ -94,13 +94,13 @@ def _entries(*ports: int, **said: Any) -> list[EngineEntry]:
     return [EngineEntry(f"http://h:{port}", **said) for port in ports]
 
 
-def _member(name: str, index: int = 0) -> ReplicaSpec:
+def _replica_spec(name: str, index: int = 0) -> ReplicaSpec:
     return ReplicaSpec(name, "u", "t", index, "homogeneous", "m", "decode", "east")
 
 
-def run(body: Callable[[Yard], Any]) -> None:
+def run(body: Callable[[RegistryHarness], Any]) -> None:
     async def whole() -> None:
-        fleet = Yard()
+        fleet = RegistryHarness()
         await body(fleet)
         await fleet.registry.close()
 
@@ -108,9 +108,9 @@ def run(body: Callable[[Yard], Any]) -> None:
 
 
 def test_wanted_replica_is_assigned_to_an_engine_that_comes_up() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         assert fleet.registry.wanted().replicas[0][3] == ""
         await fleet.up(1)
         assert fleet.told == [events.ReplicaReady("a")]
@@ -131,9 +131,11 @@ def test_wanted_replica_is_assigned_to_an_engine_that_comes_up() -> None:
 
 
 def test_peers_learn_of_a_new_engine_before_it_is_ready() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
+        fleet.registry.act(
+            [actions.StartReplica(_replica_spec("a")), actions.StartReplica(_replica_spec("b", 1))]
+        )
         await fleet.up(1)
         fleet.caller.calls.clear()
         await fleet.up(2)
@@ -145,10 +147,10 @@ def test_peers_learn_of_a_new_engine_before_it_is_ready() -> None:
 
 
 def test_two_new_engines_are_ready_only_once_they_know_their_peers() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1, 2))
         for name in ("a", "b"):
-            fleet.registry.act([actions.StartReplica(_member(name, ord(name)))])
+            fleet.registry.act([actions.StartReplica(_replica_spec(name, ord(name)))])
         caller, say = fleet.caller, fleet.caller.peers
 
         async def peers(engine: EngineRecord, addresses: Iterable[str]) -> None:
@@ -174,12 +176,12 @@ def test_two_new_engines_are_ready_only_once_they_know_their_peers() -> None:
 
 
 def test_engine_that_cannot_be_sent_its_peers_is_not_ready_and_is_retried() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         await fleet.up(1, role="decode")
         fleet.caller.dead.add("http://h:1")
-        fleet.registry.act([actions.StartReplica(_member("b"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("b"))])
         await fleet.up(2, role="decode")
         assert [event.replica for event in fleet.told] == ["a", "b"], (
             "what another does not hear holds up nobody"
@@ -190,7 +192,7 @@ def test_engine_that_cannot_be_sent_its_peers_is_not_ready_and_is_retried() -> N
         assert fleet.engine(1).peers == {"h:1001", "h:1002"}, "told again once it answers"
         fleet.registry.enlist(_entries(1, 2, 3))
         fleet.caller.dead.add("http://h:3")
-        fleet.registry.act([actions.StartReplica(_member("c"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("c"))])
         await fleet.up(3, role="decode")
         assert (len(fleet.told), fleet.engine(3).replica) == (2, "")
 
@@ -200,13 +202,13 @@ def test_engine_that_cannot_be_sent_its_peers_is_not_ready_and_is_retried() -> N
 def test_unresponsive_engine_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "PEERS_WAIT_S", 0.01)
 
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(*range(1, 9)))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         await fleet.up(1, role="decode")
         fleet.caller.late.add("http://h:1")  # It never answers again.
         for port in range(2, 9):
-            fleet.registry.act([actions.StartReplica(_member(f"b{port}", port))])
+            fleet.registry.act([actions.StartReplica(_replica_spec(f"b{port}", port))])
             await fleet.up(port, role="decode")
         await asyncio.sleep(0.1)
         await settle()
@@ -220,10 +222,10 @@ def test_unresponsive_engine_does_not_delay_others(monkeypatch: pytest.MonkeyPat
 
 
 def test_silent_replica_is_reported_before_its_requests_fail() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.on_gone.append(lambda replica: fleet.told.append(events.RequestCancelled(replica)))
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         fleet.registry.silent(fleet.engine(1))
         assert fleet.told == [], "it is nobody yet"
         await fleet.up(1)
@@ -236,18 +238,18 @@ def test_silent_replica_is_reported_before_its_requests_fail() -> None:
 
 
 def test_stopped_engine_is_lost_once_and_returns_as_another_replica() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         gone: list[str] = []
         fleet.registry.on_gone.append(gone.append)
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         await fleet.up(1)
         fleet.registry.lost(fleet.engine(1), "refused")
         fleet.registry.lost(fleet.engine(1), "refused")
         assert fleet.told[1:] == [events.ReplicaLost("a", "refused")]
         assert gone == ["a"]
         assert fleet.registry.find("a") is None
-        fleet.registry.act([actions.StartReplica(_member("b"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("b"))])
         await fleet.up(1, kv_version=3, max_running=16)
         assert fleet.told[-1] == events.ReplicaReady("b", 3, 16)
 
@@ -255,9 +257,9 @@ def test_stopped_engine_is_lost_once_and_returns_as_another_replica() -> None:
 
 
 def test_replica_that_does_not_come_up_is_still_wanted() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         fleet.caller.dead.add("http://h:1")
         await fleet.up(1)
         assert fleet.told == []
@@ -269,9 +271,11 @@ def test_replica_that_does_not_come_up_is_still_wanted() -> None:
 
 
 def test_engine_with_other_weights_is_not_used() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
+        fleet.registry.act(
+            [actions.StartReplica(_replica_spec("a")), actions.StartReplica(_replica_spec("b", 1))]
+        )
         await fleet.up(1)
         await fleet.up(2, fingerprint="other")
         assert fleet.told == [events.ReplicaReady("a")]
@@ -281,9 +285,9 @@ def test_engine_with_other_weights_is_not_used() -> None:
 
 
 def test_drain_waits_for_the_last_request_and_stop_frees_the_engine() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         await fleet.up(1)
         fleet.open["a"] = 2
         fleet.registry.act([actions.DrainReplica("a")])
@@ -298,7 +302,7 @@ def test_drain_waits_for_the_last_request_and_stop_frees_the_engine() -> None:
         fleet.registry.act([actions.StopReplica("a")])
         assert fleet.registry.wanted().replicas == ()
         assert fleet.registry.wanted().stop == ("http://h:1",)
-        fleet.registry.act([actions.StartReplica(_member("b"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("b"))])
         await settle()
         assert ("http://h:1", "drain", True) in fleet.caller.calls
         assert fleet.told[-1] == events.ReplicaReady("b")
@@ -307,9 +311,9 @@ def test_drain_waits_for_the_last_request_and_stop_frees_the_engine() -> None:
 
 
 def test_replica_drained_by_another_gateway_is_drained_here() -> None:
-    async def scenario(fleet: Yard) -> None:
+    async def scenario(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         await fleet.up(1)
         assert fleet.told == [events.ReplicaReady("a")]
         fleet.open["a"] = 1
@@ -320,7 +324,7 @@ def test_replica_drained_by_another_gateway_is_drained_here() -> None:
         fleet.open["a"] = 0
         fleet.registry.look()
         assert fleet.told[2:] == [events.ReplicaDrained("a")]
-        fleet.registry.act([actions.StopReplica("a"), actions.StartReplica(_member("b"))])
+        fleet.registry.act([actions.StopReplica("a"), actions.StartReplica(_replica_spec("b"))])
         await fleet.up(1, state="drained")
         assert not [call for call in fleet.caller.calls if call[1] == "drain"], "it is not ours to wake"
         assert fleet.engine(1).replica == ""
@@ -331,9 +335,11 @@ def test_replica_drained_by_another_gateway_is_drained_here() -> None:
 
 
 def test_registry_carries_out_flips_cache_resyncs_and_replans() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
+        fleet.registry.act(
+            [actions.StartReplica(_replica_spec("a")), actions.StartReplica(_replica_spec("b", 1))]
+        )
         await fleet.up(1)
         await fleet.up(2)
         fleet.engine(1).cache_epoch = 7
@@ -355,9 +361,9 @@ def test_registry_carries_out_flips_cache_resyncs_and_replans() -> None:
 
 
 def test_new_plan_changes_the_kv_codec_between_regions() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         await fleet.up(1)
         heard: list[str] = []
         fleet.registry.on_endpoints.append(lambda: heard.append("changed"))
@@ -374,9 +380,9 @@ def test_new_plan_changes_the_kv_codec_between_regions() -> None:
 
 
 def test_plain_servers_get_whole_requests_under_their_served_model_name() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1, kind="openai", model="m", cache_salt=True))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         fleet.registry.heard(fleet.engine(1))
         await settle()
         result = fleet.registry.find("a")
@@ -389,9 +395,11 @@ def test_plain_servers_get_whole_requests_under_their_served_model_name() -> Non
 
 
 def test_roster_without_an_engine_loses_it_and_keeps_the_others() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
+        fleet.registry.act(
+            [actions.StartReplica(_replica_spec("a")), actions.StartReplica(_replica_spec("b", 1))]
+        )
         await fleet.up(1)
         await fleet.up(2)
         fleet.registry.enlist(_entries(2))
@@ -402,9 +410,9 @@ def test_roster_without_an_engine_loses_it_and_keeps_the_others() -> None:
 
 
 def test_role_change_that_did_not_reach_its_engine_is_retried() -> None:
-    async def body(fleet: Yard) -> None:
+    async def body(fleet: RegistryHarness) -> None:
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([actions.StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_replica_spec("a"))])
         await fleet.up(1)
         fleet.caller.dead.add("http://h:1")
         fleet.registry.act([actions.FlipReplica("a", "prefill")])
@@ -441,7 +449,7 @@ def test_engine_status_reports_abilities_and_adapters() -> None:
         read_status(b'{"state": "ready", "adapters": "a"}')
 
 
-def _listed_member(
+def _listed_replica_spec(
     name: str, template: str = "t", index: int = 0, region: str = "east", model: str = "m"
 ) -> ReplicaSpec:
     return ReplicaSpec(name, "u", template, index, "homogeneous", model, "mixed", region)
@@ -515,13 +523,13 @@ def test_any_url_is_an_address_or_refused(text: str) -> None:
 
 
 def test_engine_with_the_most_specific_entry_is_matched_first() -> None:
-    members = [_listed_member("a", index=0), _listed_member("b", index=1)]
+    members = [_listed_replica_spec("a", index=0), _listed_replica_spec("b", index=1)]
     anybody, second = _entry(1), _entry(2, template="t", index=1)
     assert {(m.id, e.address.port) for m, e in matched(members, [anybody, second])} == {("b", 2), ("a", 1)}
 
 
 def test_engine_started_for_a_replica_is_matched_only_to_it() -> None:
-    members = [_listed_member("a"), _listed_member("b")]
+    members = [_listed_replica_spec("a"), _listed_replica_spec("b")]
     assert [m.id for m, _ in matched(members, [_entry(1, replica="b")])] == ["b"]
     assert matched(members, [_entry(1, replica="gone")]) == []
 
@@ -538,7 +546,7 @@ def test_engine_started_for_a_replica_is_matched_only_to_it() -> None:
 def test_each_engine_is_matched_at_most_once_and_suits_its_replica(
     wanted: list[tuple[str, int, str]], there: list[tuple[str, int | None, str]]
 ) -> None:
-    members = [_listed_member(str(place), *text) for place, text in enumerate(wanted)]
+    members = [_listed_replica_spec(str(place), *text) for place, text in enumerate(wanted)]
     entries = [_entry(p, template=t, index=i, region=r) for p, (t, i, r) in enumerate(there)]
     result = matched(members, entries)
     assert len({m.id for m, _ in result}) == len({e.url for _, e in result}) == len(result)

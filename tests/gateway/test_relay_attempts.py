@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from dispatch_helpers import Call, Heard, Stage, asked
+from dispatch_helpers import DispatchHarness, FakeCall, RecordedAnswer, choice_request
 
 from potluck.core.errors import FormatError
 from potluck.core.state.actions import Run
@@ -29,24 +29,24 @@ SSE = {b"content-type": b"text/event-stream; charset=utf-8"}
 WORDS = ["It", " was", " a", " dark", " and", " stormy", " night"]
 
 
-def plain(*replicas: str, **more: Any) -> Stage:
-    stage = Stage()
+def plain_harness(*replicas: str, **more: Any) -> DispatchHarness:
+    stage = DispatchHarness()
     for replica in replicas:
         stage.fleet.add(replica, kind="openai", served_model="theirs", **more)
     return stage
 
 
-def wanted(path: bytes = CHAT, stream: bool = True, most: int = 7, **fields: Any) -> ChoiceRequest:
+def relay_request(path: bytes = CHAT, stream: bool = True, most: int = 7, **fields: Any) -> ChoiceRequest:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": '"model": "m"'}],
         "stream": stream,
         **fields,
     }
-    return asked("r", 5, most, path=path, body=json.dumps(body).encode(), stream=stream)
+    return choice_request("r", 5, most, path=path, body=json.dumps(body).encode(), stream=stream)
 
 
-def begin(stage: Stage, what: ChoiceRequest) -> Heard:
+def begin_attempt(stage: DispatchHarness, what: ChoiceRequest) -> RecordedAnswer:
     return stage.begin(what, aggregated("x"))
 
 
@@ -85,8 +85,8 @@ def parts(relayed: bytes) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
 def test_relayed_stream_is_unchanged_for_any_chunking(cut: int) -> None:
-    stage = plain("x")
-    heard = begin(stage, wanted())
+    stage = plain_harness("x")
+    heard = begin_attempt(stage, relay_request())
     call = stage.call("x")
     assert call.path == CHAT
     assert call.body["model"] == "theirs"
@@ -101,13 +101,13 @@ def test_relayed_stream_is_unchanged_for_any_chunking(cut: int) -> None:
     assert heard.relayed == answer
     assert heard.relay_ended
     assert stage.news == [FirstToken("r", 0), RequestFinished("r", 0, 2)]
-    stage.at_rest()
+    stage.assert_idle()
 
 
 def test_unstreamed_reply_is_retried_until_it_is_complete() -> None:
-    stage = plain("x", "y")
-    what = wanted(stream=False)
-    heard = begin(stage, what)
+    stage = plain_harness("x", "y")
+    what = relay_request(stream=False)
+    heard = begin_attempt(stage, what)
     answer = json.dumps({"choices": [{"text": "a"}], "usage": {"completion_tokens": 3}}).encode()
     stage.call("x").listener.head(200, {b"content-type": b"application/json"})
     stage.call("x").write_raw(answer[:20])
@@ -121,7 +121,7 @@ def test_unstreamed_reply_is_retried_until_it_is_complete() -> None:
     stage.call("y").end()
     assert heard.relayed == answer
     assert stage.news[1:] == [RequestFinished("r", 1, 3)], "when its first token was there nobody knows"
-    stage.at_rest()
+    stage.assert_idle()
 
 
 @pytest.mark.parametrize(
@@ -136,21 +136,21 @@ def test_unstreamed_reply_is_retried_until_it_is_complete() -> None:
     ],
 )
 def test_error_status_of_a_plain_server_fails_the_attempt(status: int, kind: FailureKind) -> None:
-    stage = plain("x")
-    heard = begin(stage, wanted())
+    stage = plain_harness("x")
+    heard = begin_attempt(stage, relay_request())
     stage.call("x").refuse(status)
     assert stage.news == [AttemptFailed("r", 0, kind, "x", 0)]
     assert not heard.status
 
 
 def test_plain_server_400_reaches_the_client_and_cancels_the_request() -> None:
-    stage = plain("x")
-    heard = begin(stage, wanted())
+    stage = plain_harness("x")
+    heard = begin_attempt(stage, relay_request())
     stage.call("x").refuse(400, "bad")
     assert (heard.status, heard.relay_ended) == (400, True)
     assert json.loads(heard.relayed)["error"]["code"] == "bad"
     assert stage.news == [RequestCancelled("r")]
-    stage.at_rest()
+    stage.assert_idle()
 
 
 def test_aborted_reply_with_status_200_fails_the_attempt() -> None:
@@ -158,8 +158,8 @@ def test_aborted_reply_with_status_200_fails_the_attempt() -> None:
         {"choices": [{"text": "", "finish_reason": "abort"}]},
         {"choices": [{"text": ""}], "usage": {"completion_tokens": 0}},
     ):
-        stage = plain("x")
-        begin(stage, wanted(stream=False))
+        stage = plain_harness("x")
+        begin_attempt(stage, relay_request(stream=False))
         stage.call("x").listener.head(200, {})
         stage.call("x").write_raw(json.dumps(body, separators=(",", ":")).encode())
         stage.call("x").end()
@@ -169,7 +169,7 @@ def test_aborted_reply_with_status_200_fails_the_attempt() -> None:
 BREAKS = ["lost", "ended", "error", "abort"]
 
 
-def break_off(call: Call, how: str) -> None:
+def break_stream(call: FakeCall, how: str) -> None:
     if how == "lost":
         call.lose()
     elif how == "ended":
@@ -182,18 +182,18 @@ def break_off(call: Call, how: str) -> None:
 
 @pytest.mark.parametrize("how", BREAKS)
 def test_broken_stream_without_token_ids_ends_with_an_error(how: str) -> None:
-    stage = plain("x", "y")
-    heard = begin(stage, wanted())
+    stage = plain_harness("x", "y")
+    heard = begin_attempt(stage, relay_request())
     call = stage.call("x")
     call.listener.head(200, SSE)
     call.write_raw(chunk(0, True) + chunk(1)[:30])
-    break_off(call, how)
+    break_stream(call, how)
     assert heard.relayed == chunk(0, True), "no half of an event"
     assert heard.refusal is not None
     assert heard.refusal.reason == "lost"
     assert stage.news == [FirstToken("r", 0), AttemptFailed("r", 0, "replica", "x", 0), RequestCancelled("r")]
     stage.dispatcher.act([Run("r", aggregated("y"), 1, 5, 0)])  # The Brain does not know yet.
-    stage.at_rest()
+    stage.assert_idle()
 
 
 # One stream over several servers.
@@ -202,16 +202,16 @@ def test_broken_stream_without_token_ids_ends_with_an_error(how: str) -> None:
 @pytest.mark.parametrize("how", BREAKS)
 @pytest.mark.parametrize("cut", [1, 2, 4])
 def test_broken_stream_with_token_ids_continues_on_another_server(cut: int, how: str) -> None:
-    stage = plain("x", "y", token_ids=True)
-    what = wanted(temperature=0, seed=4, stream_options={"include_usage": True}, min_tokens=5)
-    heard = begin(stage, what)
+    stage = plain_harness("x", "y", token_ids=True)
+    what = relay_request(temperature=0, seed=4, stream_options={"include_usage": True}, min_tokens=5)
+    heard = begin_attempt(stage, what)
     call = stage.call("x")
     assert call.body["return_token_ids"] is True
     call.listener.head(200, SSE)
     call.write_raw(b"".join(chunk(place, place == 0) for place in range(cut)))
     held = {"delta": {"content": ""}, "token_ids": [999]}
     call.write_raw(chunk(0, **held))  # Half a character: its text is not shown yet.
-    break_off(call, how)
+    break_stream(call, how)
     assert stage.news[-1] == AttemptFailed("r", 0, "replica", "x", cut)
     stage.again(what, aggregated("y"), 1, cut)
     other = stage.call("y")
@@ -238,12 +238,12 @@ def test_broken_stream_with_token_ids_continues_on_another_server(cut: int, how:
     assert b"token_ids" not in heard.relayed
     assert heard.relayed.endswith(b"data: [DONE]\n\n")
     assert stage.news[-1] == RequestFinished("r", 1, 7)
-    stage.at_rest()
+    stage.assert_idle()
 
 
 def test_stream_with_all_its_tokens_is_finished_for_the_failed_server() -> None:
-    stage = plain("x", token_ids=True)
-    heard = begin(stage, wanted(most=2, stream_options={"include_usage": True}))
+    stage = plain_harness("x", token_ids=True)
+    heard = begin_attempt(stage, relay_request(most=2, stream_options={"include_usage": True}))
     stage.call("x").listener.head(200, SSE)
     stage.call("x").write_raw(chunk(0, True) + chunk(1))
     stage.call("x").lose()
@@ -251,7 +251,7 @@ def test_stream_with_all_its_tokens_is_finished_for_the_failed_server() -> None:
     assert last["choices"][0]["finish_reason"] == "length"
     assert counted["usage"]["completion_tokens"] == 2
     assert stage.news[-1] == RequestFinished("r", 0, 2)
-    stage.at_rest()
+    stage.assert_idle()
 
 
 @pytest.mark.parametrize(
@@ -265,16 +265,16 @@ def test_stream_with_all_its_tokens_is_finished_for_the_failed_server() -> None:
     ],
 )
 def test_stream_whose_state_cannot_be_resumed_is_not_continued_elsewhere(fields: dict[str, Any]) -> None:
-    stage = plain("x", "y", token_ids=True)
-    what = wanted(**fields)
-    heard = begin(stage, what)
+    stage = plain_harness("x", "y", token_ids=True)
+    what = relay_request(**fields)
+    heard = begin_attempt(stage, what)
     stage.call("x").listener.head(200, SSE)
     stage.call("x").write_raw(chunk(0, True))
     stage.call("x").lose()
     stage.again(what, aggregated("y"), 1, 1)
     assert heard.refusal is not None
     assert stage.news[-2:] == [AttemptFailed("r", 1, "replica", "y", 1), RequestCancelled("r")]
-    stage.at_rest()
+    stage.assert_idle()
 
 
 def test_completion_log_probabilities_are_converted_to_chat_form() -> None:
@@ -302,11 +302,11 @@ def test_model_name_is_replaced_only_at_the_top_level_of_the_body() -> None:
 
 
 def test_stalled_server_fails_and_a_client_disconnect_cancels() -> None:
-    stage = plain("x", "y")
-    begin(stage, wanted())
+    stage = plain_harness("x", "y")
+    begin_attempt(stage, relay_request())
     stage.clock.pass_s(130)
     assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0)]
-    stage.again(wanted(), aggregated("y"), 1, 0)
+    stage.again(relay_request(), aggregated("y"), 1, 0)
     stage.call("y").listener.head(200, SSE)
     stage.call("y").write_raw(chunk(0, True))
     stage.dispatcher.room("r", False)
@@ -315,18 +315,18 @@ def test_stalled_server_fails_and_a_client_disconnect_cancels() -> None:
     stage.dispatcher.cancel("r")
     assert stage.call("y").cancelled
     assert stage.news[1:] == [FirstToken("r", 1), RequestCancelled("r")]
-    stage.at_rest()
+    stage.assert_idle()
 
 
 def test_replica_reported_gone_fails_its_attempts() -> None:
-    stage = plain("x")
-    begin(stage, wanted(stream=False))
+    stage = plain_harness("x")
+    begin_attempt(stage, relay_request(stream=False))
     stage.dispatcher.gone("x")
     stage.dispatcher.gone("nobody")
     assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0)]
 
 
-class Noted:
+class RecordingCounters:
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
 
@@ -344,14 +344,14 @@ class Noted:
 
 @pytest.mark.parametrize("kind", ["openai", "segments"])
 def test_outcome_of_every_attempt_is_counted_once(kind: str) -> None:
-    stage, meter = Stage(), Noted()
+    stage, meter = DispatchHarness(), RecordingCounters()
     for item in ("x", "y"):
         stage.fleet.add(item, kind=kind)
     stage.dispatcher = Dispatcher(
         stage.line, stage.fleet, stage.fleet, stage.clock.now_s, stage.clock.later, counters=meter
     )  # type: ignore[arg-type]
-    what = wanted() if kind == "openai" else asked("r", 5, 3, ends=())
-    begin(stage, what)
+    what = relay_request() if kind == "openai" else choice_request("r", 5, 3, ends=())
+    begin_attempt(stage, what)
     stage.clock.pass_s(0.5)
     stage.call("x").lose("is gone")
     stage.again(what, aggregated("y"), 1, 0)
@@ -361,14 +361,14 @@ def test_outcome_of_every_attempt_is_counted_once(kind: str) -> None:
         stage.call("y").write_raw(chunk(0, True) + chunk(1) + b"data: [DONE]\n\n")
         stage.call("y").end()
     else:
-        stage.to_end()
+        stage.run_to_end()
     first, second, failed, *_ = meter.heard
     assert first == ("routed", 0)
     assert second == ("x", 0.5, 0, 0, "is gone"), "it may have computed nothing"
     assert failed == ("failed", "x", "replica")
     prompt_tokens, output_tokens = (5, 1) if kind == "openai" else (5, 3)
     assert meter.heard[3:] == [("routed", 1), ("y", 0.5, prompt_tokens, output_tokens, "")]
-    stage.at_rest()
+    stage.assert_idle()
 
 
 KNOWN = {"model", "messages", "prompt", "stream", "max_tokens", "min_tokens", "add_special_tokens"}
@@ -377,12 +377,12 @@ JSON = {b"content-type": b"application/json"}
 REPLY = b'{"choices":[{"text":"there"}],"usage":{"completion_tokens":2}}'
 
 
-def salted(salt: str, stream: bool = False, **fields: Any) -> ChoiceRequest:
+def salted_request(salt: str, stream: bool = False, **fields: Any) -> ChoiceRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream, **fields}
-    return asked("r", 5, 7, path=CHAT, body=json.dumps(body).encode(), stream=stream, salt=salt)
+    return choice_request("r", 5, 7, path=CHAT, body=json.dumps(body).encode(), stream=stream, salt=salt)
 
 
-def strict(call: Call, *more: str) -> int:
+def strict_server_status(call: FakeCall, *more: str) -> int:
     """A server that refuses what it does not know, and names that come twice; its status."""
     pairs: list[tuple[str, Any]] = json.loads(call.raw, object_pairs_hook=list)
     names = [name for name, _ in pairs]
@@ -395,38 +395,38 @@ def strict(call: Call, *more: str) -> int:
 
 @pytest.mark.parametrize("fields", [{}, {"cache_salt": "mine"}, {"metadata": {"cache_salt": "x"}}])
 def test_server_with_cache_salt_support_gets_the_tenant_salt_once(fields: dict[str, Any]) -> None:
-    stage = Stage()
+    stage = DispatchHarness()
     stage.fleet.add("x", kind="openai", served_model="theirs", cache_salt=True)
-    heard = stage.begin(salted("of-a-tenant", **fields), aggregated("x"))
+    heard = stage.begin(salted_request("of-a-tenant", **fields), aggregated("x"))
     body = stage.call("x").body
     assert body["cache_salt"] == "of-a-tenant"
     assert body["model"] == "theirs"
     assert body.get("metadata") == fields.get("metadata")
-    assert strict(stage.call("x"), "cache_salt", "metadata") == heard.status == 200
+    assert strict_server_status(stage.call("x"), "cache_salt", "metadata") == heard.status == 200
     assert heard.relayed == REPLY
 
 
 def test_server_without_cache_salt_support_gets_none() -> None:
-    stage = Stage()
+    stage = DispatchHarness()
     stage.fleet.add("x", kind="openai", served_model="m")
-    what = salted("of-a-tenant")
+    what = salted_request("of-a-tenant")
     heard = stage.begin(what, aggregated("x"))
     assert stage.call("x").raw == what.body, "bodies go on as they came"
-    assert strict(stage.call("x")) == heard.status == 200
+    assert strict_server_status(stage.call("x")) == heard.status == 200
     # Nor is anything invented where tenants share: no keys, no salt.
-    stage = Stage()
+    stage = DispatchHarness()
     stage.fleet.add("x", kind="openai", served_model="m", cache_salt=True)
-    what = salted("")
+    what = salted_request("")
     stage.begin(what, aggregated("x"))
     assert stage.call("x").raw == what.body
 
 
 @pytest.mark.parametrize("takes", [True, False])
 def test_continued_request_keeps_its_cache_salt(takes: bool) -> None:
-    stage = Stage()
+    stage = DispatchHarness()
     for item in ("x", "y"):
         stage.fleet.add(item, kind="openai", served_model="m", token_ids=True, cache_salt=takes)
-    what = salted("of-a-tenant", stream=True)
+    what = salted_request("of-a-tenant", stream=True)
     stage.begin(what, aggregated("x"))
     first = stage.call("x")
     assert first.body.get("cache_salt") == ("of-a-tenant" if takes else None)
@@ -460,7 +460,7 @@ def test_roster_flags_servers_that_accept_a_cache_salt() -> None:
 
 
 def test_unstreamed_reply_is_abandoned_at_the_time_limit_unless_its_client_is_slow() -> None:
-    stage, what = plain("x", "y"), wanted(stream=False)
+    stage, what = plain_harness("x", "y"), relay_request(stream=False)
     stage.begin(what, aggregated("x"))
     stage.begin(what._replace(id="other"), aggregated("y"))
     stage.dispatcher.room("other", False)

@@ -30,7 +30,7 @@ MODELS = (200, listing({"id": "m"}))
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., StubServer]]:
+def start_server() -> Iterator[Callable[..., StubServer]]:
     servers: list[StubServer] = []
 
     def start_one(answers: Answers, **options: Any) -> StubServer:
@@ -81,40 +81,40 @@ def probe_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_models_of_each_kind_of_server_are_listed(
-    start: Callable[..., StubServer], answers: Answers, models: list[ListedModel]
+    start_server: Callable[..., StubServer], answers: Answers, models: list[ListedModel]
 ) -> None:
-    assert probe(entry_of(start(answers))) == [tuple(models)]
+    assert probe(entry_of(start_server(answers))) == [tuple(models)]
 
 
 @pytest.mark.usefixtures("probe_each_time")
 @pytest.mark.parametrize("status", [404, 405, 501, 401, 400, 307])
 def test_models_path_is_polled_where_there_is_no_health_path(
-    start: Callable[..., StubServer], status: int
+    start_server: Callable[..., StubServer], status: int
 ) -> None:
-    server = start({"/health": (status, b""), "/v1/models": MODELS})
+    server = start_server({"/health": (status, b""), "/v1/models": MODELS})
     probe(entry_of(server), times=3)
     assert server.asked == ["/health", "/v1/models", "/v1/models", "/v1/models"]
 
 
 @pytest.mark.usefixtures("probe_each_time")
 def test_health_path_is_polled_and_models_are_listed_occasionally(
-    start: Callable[..., StubServer],
+    start_server: Callable[..., StubServer],
 ) -> None:
-    server = start(vllm("m"))
+    server = start_server(vllm("m"))
     probe(entry_of(server), times=3)
     assert server.asked == ["/health", "/v1/models", "/health", "/health"]
 
 
 @pytest.mark.usefixtures("probe_each_time")
-def test_health_path_that_queries_all_models_is_not_polled(start: Callable[..., StubServer]) -> None:
-    server = start(lite_llm("a", "b"))
+def test_health_path_that_queries_all_models_is_not_polled(start_server: Callable[..., StubServer]) -> None:
+    server = start_server(lite_llm("a", "b"))
     probe(entry_of(server), times=3)
     assert server.asked.count("/health") == 1
 
 
 @pytest.mark.usefixtures("probe_each_time")
-def test_configured_health_path_is_used_instead(start: Callable[..., StubServer]) -> None:
-    server = start({"/ping": (200, b""), "/health": (500, b""), "/v1/models": MODELS})
+def test_configured_health_path_is_used_instead(start_server: Callable[..., StubServer]) -> None:
+    server = start_server({"/ping": (200, b""), "/health": (500, b""), "/v1/models": MODELS})
     probe(entry_of(server, health="/ping"), times=2)
     assert server.asked == ["/ping", "/v1/models", "/ping"]
     del server.answers["/ping"]
@@ -123,8 +123,8 @@ def test_configured_health_path_is_used_instead(start: Callable[..., StubServer]
 
 
 @pytest.mark.usefixtures("probe_each_time")
-def test_rate_limit_on_the_models_path_is_no_failure(start: Callable[..., StubServer]) -> None:
-    server = start(ollama("m"))
+def test_rate_limit_on_the_models_path_is_no_failure(start_server: Callable[..., StubServer]) -> None:
+    server = start_server(ollama("m"))
 
     async def run() -> tuple[Listing, Listing]:
         pool = ConnectionPool()
@@ -140,8 +140,10 @@ def test_rate_limit_on_the_models_path_is_no_failure(start: Callable[..., StubSe
     assert before == after
 
 
-def test_healthy_server_without_a_health_path_is_polled_rarely(start: Callable[..., StubServer]) -> None:
-    server = start(ollama("m"))
+def test_healthy_server_without_a_health_path_is_polled_rarely(
+    start_server: Callable[..., StubServer],
+) -> None:
+    server = start_server(ollama("m"))
 
     async def run() -> None:
         pool = ConnectionPool()
@@ -154,16 +156,16 @@ def test_healthy_server_without_a_health_path_is_polled_rarely(start: Callable[.
     assert server.asked == ["/health", "/v1/models"]
 
 
-def test_server_without_a_model_list_needs_a_model_name(start: Callable[..., StubServer]) -> None:
-    server = start({"/health": (200, b"")})
+def test_server_without_a_model_list_needs_a_model_name(start_server: Callable[..., StubServer]) -> None:
+    server = start_server({"/health": (200, b"")})
     assert probe(entry_of(server)) == [None]
     assert served_name(entry_of(server, model="m"), None) == "m"
     with pytest.raises(ServerUnusable, match="set `model:`"):
         served_name(entry_of(server), None)
 
 
-def test_path_prefix_precedes_every_path(start: Callable[..., StubServer]) -> None:
-    server = start(vllm("m"), prefix="/team/llm")
+def test_path_prefix_precedes_every_path(start_server: Callable[..., StubServer]) -> None:
+    server = start_server(vllm("m"), prefix="/team/llm")
     for url in (server.url, f"{server.url}/", f"{server.url}/v1", f"{server.url}/v1/"):
         (entry,) = read_engines(f"engines: [{{url: '{url}'}}]", "servers.yaml")
         assert (entry.kind, entry.path_prefix) == ("openai", "/team/llm")
@@ -173,10 +175,10 @@ def test_path_prefix_precedes_every_path(start: Callable[..., StubServer]) -> No
 
 @pytest.mark.usefixtures("probe_each_time")
 def test_changed_models_are_detected(
-    start: Callable[..., StubServer], monkeypatch: pytest.MonkeyPatch
+    start_server: Callable[..., StubServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_probe, "MODELS_REFRESH_S", 0.0)
-    server = start(vllm("m"))
+    server = start_server(vllm("m"))
 
     async def run() -> list[Listing]:
         pool = ConnectionPool()
@@ -194,8 +196,8 @@ def test_changed_models_are_detected(
     assert [model.id for model in (*before, *after)] == ["m", "other"]
 
 
-def test_entries_of_one_server_share_its_probes(start: Callable[..., StubServer]) -> None:
-    server = start(ollama("a", "b"))
+def test_entries_of_one_server_share_its_probes(start_server: Callable[..., StubServer]) -> None:
+    server = start_server(ollama("a", "b"))
     probe(entry_of(server, model="a"), entry_of(server, model="b"))
     assert server.asked.count("/v1/models") == 1
 
@@ -223,9 +225,9 @@ def test_entries_of_one_server_share_its_probes(start: Callable[..., StubServer]
     ],
 )
 def test_unusable_server_reason_names_server_and_fix(
-    start: Callable[..., StubServer], answers: Answers, reason: str, definite: bool
+    start_server: Callable[..., StubServer], answers: Answers, reason: str, definite: bool
 ) -> None:
-    server = start(answers)
+    server = start_server(answers)
     with pytest.raises(ServerUnusable) as error:
         probe(entry_of(server))
     assert reason in str(error.value)
@@ -241,8 +243,8 @@ def test_reason_of_a_refused_connection_names_the_address() -> None:
         probe(EngineEntry(url, "openai"))
 
 
-def test_reason_of_a_refused_key_does_not_show_the_key(start: Callable[..., StubServer]) -> None:
-    server = start(vllm("m"), key="right-key")
+def test_reason_of_a_refused_key_does_not_show_the_key(start_server: Callable[..., StubServer]) -> None:
+    server = start_server(vllm("m"), key="right-key")
     with pytest.raises(
         ServerUnusable, match=r"401: the server asks for a key; set `key_file:` or `key_env:`"
     ):
@@ -254,10 +256,10 @@ def test_reason_of_a_refused_key_does_not_show_the_key(start: Callable[..., Stub
 
 
 def test_model_list_beyond_the_size_limit_is_not_read(
-    start: Callable[..., StubServer], monkeypatch: pytest.MonkeyPatch
+    start_server: Callable[..., StubServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_probe, "PROBE_MAX_BYTES", 1000)
-    server = start({"/v1/models": (200, listing(*({"id": f"m{n}"} for n in range(100))))})
+    server = start_server({"/v1/models": (200, listing(*({"id": f"m{n}"} for n in range(100))))})
     with pytest.raises(ServerUnusable, match="larger than 1000 bytes"):
         probe(entry_of(server))
 

@@ -23,7 +23,7 @@ from potluck.gateway.http.takeover import SocketHandover, take_over
 Work = Callable[[], Awaitable[None]]
 
 
-def in_a_loop(work: Work) -> None:
+def run_in_loop(work: Work) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(work())
 
@@ -43,7 +43,7 @@ async def gateway(
     return await open_port(answer, "127.0.0.1", 0, taken=taken or (), tls=tls, limits=limits)
 
 
-async def asked(listener: ClientListener) -> bytes:
+async def request_answer(listener: ClientListener) -> bytes:
     host, number = listener.sockets[0].getsockname()[:2]
     reader, writer = await asyncio.open_connection(host, number)
     writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
@@ -62,7 +62,7 @@ def test_no_connection_is_refused_during_a_gateway_takeover(tmp_path: Path) -> N
         taken = await asyncio.to_thread(take_over, path)
         assert taken is not None
         assert taken.cordons == ("10.0.0.5",), "what operators told the one before"
-        assert await asked(old) == b"old"
+        assert await request_answer(old) == b"old"
         address = old.sockets[0].getsockname()
         new = await gateway(b"new", taken.clients)
         second = SocketHandover(path, new.sockets, (), handed.clear)
@@ -70,17 +70,17 @@ def test_no_connection_is_refused_during_a_gateway_takeover(tmp_path: Path) -> N
         await handed.wait()
         assert (first.handed, second.handed) == (True, False)
         first.close()
-        waiting = [asyncio.ensure_future(asked(new)) for _ in range(20)]
+        waiting = [asyncio.ensure_future(request_answer(new)) for _ in range(20)]
         await old.close(1.0)
         assert set(await asyncio.gather(*waiting)) <= {b"old", b"new"}
         assert new.sockets[0].getsockname() == address
-        assert await asked(new) == b"new"
+        assert await request_answer(new) == b"new"
         assert path.exists(), "it is the successor's by now"
         second.close()
         assert not path.exists()
         await new.close(1.0)
 
-    in_a_loop(scenario)
+    run_in_loop(scenario)
 
 
 KEPT = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -108,7 +108,7 @@ def test_old_connection_gets_its_last_answer_with_connection_close() -> None:
             writer.close()
         await closing
 
-    in_a_loop(scenario)
+    run_in_loop(scenario)
 
 
 def test_tls_handshake_during_port_closing_is_answered(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_tls_handshake_during_port_closing_is_answered(tmp_path: Path) -> None:
         writer.close()
         await closing
 
-    in_a_loop(scenario)
+    run_in_loop(scenario)
 
 
 def test_successor_that_dies_before_serving_changes_nothing(tmp_path: Path) -> None:
@@ -146,11 +146,11 @@ def test_successor_that_dies_before_serving_changes_nothing(tmp_path: Path) -> N
             taken.link.close()
         await asyncio.sleep(0.05)
         assert not handed.is_set()
-        assert await asked(old) == b"old"
+        assert await request_answer(old) == b"old"
         handover.close()
         await old.close(1.0)
 
-    in_a_loop(scenario)
+    run_in_loop(scenario)
 
 
 def test_invalid_takeover_socket_is_refused_by_name(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_invalid_takeover_socket_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="--takeover: .* cannot be made"):
             SocketHandover(tmp_path / "not there" / "gateway.sock", (), (), lambda: None)
 
-    in_a_loop(scenario)
+    run_in_loop(scenario)
     (tmp_path / "plain").write_text("a file")
     if os.geteuid() == 0:  # others may not be allowed to connect at all
         assert take_over(tmp_path / "plain") is None

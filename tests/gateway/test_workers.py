@@ -42,7 +42,7 @@ ANSWER = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"}}
 KEY = "sk-one"
 
 
-class Mind:
+class EchoBrain:
     def __init__(self) -> None:
         self.requests: dict[str, object] = {}
         self.heard: list[events.Event] = []
@@ -57,7 +57,7 @@ class Mind:
         return []
 
 
-def center_of(mind: Mind, port: int) -> Any:
+def fake_center(mind: EchoBrain, port: int) -> Any:
     endpoint = Endpoint("a", "m", "here", Address("127.0.0.1", port), "openai", served_model="m")
     return SimpleNamespace(
         brain_loop=BrainLoop(mind, mind.requests),
@@ -96,12 +96,12 @@ async def ask(url: str, text: str) -> tuple[int, asyncio.StreamWriter]:
     return int(line.split()[1]) if line else 0, writer
 
 
-async def until(holds: Any) -> None:
+async def wait_until(holds: Any) -> None:
     while not holds():
         await asyncio.sleep(0.01)
 
 
-def looked_after(context: WorkerContext, post: BrainProcessContext) -> int:
+def run_supervised_workers(context: WorkerContext, post: BrainProcessContext) -> int:
     """A process that has so many workers forked, and again when they die, until it is killed; its number."""
     pid = os.fork()
     if pid:
@@ -124,20 +124,20 @@ def workers_of(pid: int) -> dict[int, int]:
 
 def test_workers_share_brain_and_limits_and_are_replaced_when_killed(tmp_path: Path) -> None:
     async def run(post: BrainProcessContext, supervisor: int) -> None:
-        mind, counters = Mind(), Counters()
+        mind, counters = EchoBrain(), Counters()
         upstream = await asyncio.start_server(engine, "127.0.0.1", 0)
-        core = center_of(mind, upstream.sockets[0].getsockname()[1])
+        core = fake_center(mind, upstream.sockets[0].getsockname()[1])
         pool = WorkerPool(core, counters, settings, post)
         url = await pool.start()
         try:
             assert [(await ask(url, "hello"))[0] for _ in range(30)] == [200] * 30
             arrived = [event for event in mind.heard if isinstance(event, events.RequestArrived)]
             assert len({event.request.id for event in arrived}) == 30
-            await until(lambda: sum(counters.counted(REQUESTS).values()) == 30)
+            await wait_until(lambda: sum(counters.counted(REQUESTS).values()) == 30)
 
             # Those that hang, wherever they are, are all that the key may have.
             open_ones = [await ask(url, "hang") for _ in range(24)]
-            await until(lambda: len(mind.requests) == 24)
+            await wait_until(lambda: len(mind.requests) == 24)
             owners = {request: core.brain_loop._owners[request] for request in mind.requests}
             assert len(set(owners.values())) == 2  # both workers have some
             await asyncio.sleep(0.05)
@@ -149,13 +149,15 @@ def test_workers_share_brain_and_limits_and_are_replaced_when_killed(tmp_path: P
             os.kill(workers_of(supervisor)[slot.place], signal.SIGKILL)
             waiting = [asyncio.create_task(ask(url, "hello")) for _ in range(10)]
             lost = {request for request, line in owners.items() if line is slot.line}
-            await until(lambda: set(mind.requests) >= set(owners) - lost and not set(mind.requests) & lost)
+            await wait_until(
+                lambda: set(mind.requests) >= set(owners) - lost and not set(mind.requests) & lost
+            )
             assert {
                 event.request for event in mind.heard if isinstance(event, events.RequestCancelled)
             } >= lost
             assert 0 not in [status for status, _ in await asyncio.gather(*waiting)], "nobody was cut off"
-            await until(lambda: len(pool._slots) == 2)
-            await until(lambda: len(pool._listening) == 2)
+            await wait_until(lambda: len(pool._slots) == 2)
+            await wait_until(lambda: len(pool._listening) == 2)
             await asyncio.sleep(0.3)
             assert [(await ask(url, "hello"))[0] for _ in range(10)] == [200] * 10
             for _, writer in open_ones:
@@ -176,7 +178,7 @@ def test_workers_share_brain_and_limits_and_are_replaced_when_killed(tmp_path: P
     post = asyncio.run(make_post(settings.places))
     home = post.home
     assert home.stat().st_mode & 0o777 == 0o700
-    supervisor = looked_after(context, post)
+    supervisor = run_supervised_workers(context, post)
     try:
         uvloop.run(limited(post, supervisor))
     finally:

@@ -47,15 +47,15 @@ def test_host_failures_clock_skew_and_takeover_lose_no_request(bed: Bed, tmp_pat
     gateway = ("--files", f"{MODEL}={WORDS}")
     odd = {WHOLE_ONE: {"clock_s": -86_400.0}, DECODE: {"clock_s": 7 * 86_400.0}}
     with HostsFleet(bed, plan, spec, gateway=gateway, odd=odd, takeover=True) as fleet:
-        strangers_stay_outside(fleet)
+        assert_strangers_refused(fleet)
         load = Load(fleet, 2.0)
         load.start()
-        in_trouble(fleet, load)
-        followed(fleet, load)
+        cause_failures(fleet, load)
+        take_over_gateway(fleet, load)
         assert wrong(fleet, load.sent(), by=WHOLE_ONE) == []
 
 
-def strangers_stay_outside(fleet: HostsFleet) -> None:
+def assert_strangers_refused(fleet: HostsFleet) -> None:
     """Nobody gets in without a key, nor is believed without a certificate of ours."""
     url = str(fleet.engine_list[WHOLE_ONE]["url"])
     for item in (f"{url}/status", f"{fleet.gateways[0].admin}/snapshot"):
@@ -69,9 +69,9 @@ def strangers_stay_outside(fleet: HostsFleet) -> None:
         urlopen(f"http{url.removeprefix('https')}/health", timeout=10)
 
 
-def in_trouble(fleet: HostsFleet, load: Load) -> None:
+def cause_failures(fleet: HostsFleet, load: Load) -> None:
     troubles = Troubles(fleet, last_s=0.5)
-    within(lambda: handed_over(fleet) > 2)
+    within(lambda: transferred_requests(fleet) > 2)
     times = {
         "cut off": troubles.cut(WHOLE_ONE),
         "slowed": troubles.slow(PREFILL, 4e3),
@@ -79,21 +79,21 @@ def in_trouble(fleet: HostsFleet, load: Load) -> None:
     }
     for name, time in times.items():
         sys.stdout.write(f"{name}: noticed after {time.noticed_s:.1f} s, back after {time.back_s:.1f} s\n")
-    within(lambda: OLDER in known(fleet))
-    before, sent = handed_over(fleet), len(load.shots)
+    within(lambda: OLDER in engine_releases(fleet))
+    before, sent = transferred_requests(fleet), len(load.shots)
     within(lambda: len(load.shots) >= sent + 6)
-    assert handed_over(fleet) == before, "to and from the older release nothing is handed over"
+    assert transferred_requests(fleet) == before, "to and from the older release nothing is handed over"
 
 
-def followed(fleet: HostsFleet, load: Load) -> None:
+def take_over_gateway(fleet: HostsFleet, load: Load) -> None:
     """The gateway by a successor, which takes its ports while answers are under way."""
     before, sent = fleet.succeed(0), len(load.shots)
     within(lambda: len(load.shots) >= sent + 4)
     within(lambda: before.popen is not None and before.popen.poll() == 0)
-    assert OLDER in known(fleet)
+    assert OLDER in engine_releases(fleet)
 
 
-def handed_over(fleet: HostsFleet) -> float:
+def transferred_requests(fleet: HostsFleet) -> float:
     """Requests that the gateway sent over more than one engine."""
     return sum(
         float(line.rsplit(" ", 1)[1])
@@ -102,7 +102,7 @@ def handed_over(fleet: HostsFleet) -> float:
     )
 
 
-def known(fleet: HostsFleet) -> list[str]:
+def engine_releases(fleet: HostsFleet) -> list[str]:
     """Releases of the engines that the gateway sends to."""
     result = fleet.ask(0, "/snapshot")
     serve = {item["url"] for item in result["replicas"] if item["state"] == "ready"}

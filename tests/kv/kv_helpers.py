@@ -42,7 +42,7 @@ SMALL_LINKS = LinkLimits(
 )
 
 
-def made(seed: int = 0, layers: int = 6) -> list[KvChunk]:
+def sample_chunks(seed: int = 0, layers: int = 6) -> list[KvChunk]:
     """Chunks of all parts, of sizes on and off the grid of pieces, one of them empty."""
     draw = random.Random(seed)
     kv_chunks = []
@@ -69,7 +69,7 @@ def made(seed: int = 0, layers: int = 6) -> list[KvChunk]:
     return kv_chunks
 
 
-def plain(chunk: KvChunk) -> tuple[object, ...]:
+def chunk_value(chunk: KvChunk) -> tuple[object, ...]:
     """A chunk's value, with its bytes taken out of the buffer."""
     return (
         *(chunk.layer, chunk.part, chunk.first, chunk.stop, chunk.dtype, chunk.shape, chunk.codec),
@@ -79,7 +79,7 @@ def plain(chunk: KvChunk) -> tuple[object, ...]:
 
 
 @dataclass
-class Ends:
+class TransferEnds:
     sender: KvSender
     links: PeerConnections
     address: tuple[str, int]
@@ -109,7 +109,7 @@ class Ends:
 
         def keep(chunk: KvChunk) -> None:
             assert chunk.layer not in got
-            got[chunk.layer] = plain(chunk)
+            got[chunk.layer] = chunk_value(chunk)
             if sink is not None:
                 sink(chunk)
 
@@ -133,20 +133,20 @@ def fetch(
 
 
 @contextlib.contextmanager
-def ends(
+def transfer_ends(
     limits: SenderLimits = SMALL,
     link_limits: LinkLimits = SMALL_LINKS,
     shared_memory: bool = False,
     harm: Harm | None = None,
     answer_harm: Harm | None = None,
-) -> Iterator[Ends]:
+) -> Iterator[TransferEnds]:
     """A sender and links to it, and afterwards the proof that nothing is left of them."""
     fds, threads, files = _fds(), threading.active_count(), _shared_files()
     sender = KvSender(limits=limits, shared_memory=shared_memory)
     proxy = Proxy(sender.address, harm, answer_harm) if harm or answer_harm else None
     address = proxy.address if proxy else sender.address
     peer_connections = PeerConnections([address], limits=link_limits, shared_memory=shared_memory)
-    pair = Ends(sender, peer_connections, address)
+    pair = TransferEnds(sender, peer_connections, address)
     try:
         yield pair
     finally:
@@ -157,9 +157,9 @@ def ends(
     assert sender.held_bytes == 0
     assert peer_connections.buffers.out_bytes == 0
     # Threads that were told to end close what they have a moment later.
-    assert until(lambda: threading.active_count() <= threads)
-    assert until(lambda: _fds() <= fds)
-    assert until(lambda: _shared_files() <= files)
+    assert wait_until(lambda: threading.active_count() <= threads)
+    assert wait_until(lambda: _fds() <= fds)
+    assert wait_until(lambda: _shared_files() <= files)
 
 
 def _fds() -> int:
@@ -238,7 +238,7 @@ class Proxy:
             one.close()
 
 
-def until(what: Callable[[], bool], most_s: float = 60.0) -> bool:
+def wait_until(what: Callable[[], bool], most_s: float = 60.0) -> bool:
     end_s = time.monotonic() + most_s
     while not what():
         if time.monotonic() > end_s:

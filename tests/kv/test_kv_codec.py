@@ -29,7 +29,7 @@ SHAPES: dict[Part, st.SearchStrategy[tuple[int, ...]]] = {
 MOST = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38}
 
 
-def numbers(seed: int, count: int, dtype: str, kind: str) -> np.ndarray:
+def random_numbers(seed: int, count: int, dtype: str, kind: str) -> np.ndarray:
     """Numbers that KV has, and those that it should not."""
     chance = np.random.default_rng(seed)
     result = chance.standard_normal(count).astype(np.float32)
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> tuple[bytes, Part, str, tuple[int, ...], Codec]:
     shape = draw(SHAPES[part])
     dtype = draw(st.sampled_from(DTYPES))
     kind = draw(st.sampled_from(["normal", "constant", "offset", "wide", "tiny", "extreme", "zeros"]))
-    values = numbers(draw(st.integers(0, 2**32)), prod(shape), dtype, kind)
+    values = random_numbers(draw(st.integers(0, 2**32)), prod(shape), dtype, kind)
     return from_floats(values, dtype), part, dtype, shape, draw(st.sampled_from(LOSSY))
 
 
@@ -117,7 +117,7 @@ def test_non_finite_value_is_refused_anywhere_in_a_chunk(codec: Codec, dtype: st
     for part, shape in (("kv", (130, 2, 1, 70)), ("latent", (130, 3))):
         count = prod(shape)
         for place in {0, count - 1, count // 2, 69, 70 if count > 70 else 1}:
-            values = numbers(1, count, "float16", "normal")
+            values = random_numbers(1, count, "float16", "normal")
             if dtype == "float16":
                 half = values.astype(np.float16)
                 half[place] = bad
@@ -195,7 +195,7 @@ def test_raw_codec_keeps_the_data_unchanged() -> None:
 
 def test_codec_accepts_unaligned_data() -> None:
     """Pieces of a stream begin at odd addresses."""
-    values = numbers(3, 5 * 2 * 70, "float16", "normal").astype(np.float16).tobytes()
+    values = random_numbers(3, 5 * 2 * 70, "float16", "normal").astype(np.float16).tobytes()
     shape = (5, 2, 1, 70)
     result = encode(memoryview(b"x" + values)[1:], "kv", "float16", shape, "int4")
     assert result.payload == encode(values, "kv", "float16", shape, "int4").payload
@@ -250,7 +250,7 @@ def test_float16_conversions_agree_with_numpy() -> None:
     with np.errstate(invalid="ignore"):  # Some processors say so of NaNs.
         exact = every.view(np.float16).astype(np.float32)
     finite = np.isfinite(exact)
-    wide = numbers(5, 4000, "float32", "wide") * np.float32(50)
+    wide = random_numbers(5, 4000, "float32", "wide") * np.float32(50)
     for widen, narrow in (
         (cpu_kernels.widen_by_hand, cpu_kernels.narrow_by_hand),
         *(

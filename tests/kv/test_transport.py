@@ -23,11 +23,11 @@ from kv_helpers import (
     SMALL,
     SMALL_LINKS,
     TOKENS_HASH,
-    ends,
+    chunk_value,
     fetch,
-    made,
-    plain,
-    until,
+    sample_chunks,
+    transfer_ends,
+    wait_until,
 )
 
 import potluck
@@ -44,24 +44,24 @@ from potluck.kv.peer_connections import LinkLimits, PeerConnections, client_cont
 @pytest.mark.parametrize("degree", [1, 2, 5])
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_chunk_arrives_unchanged(degree: int, shared: bool) -> None:
-    chunks = made(1, 9)
-    with ends(shared_memory=shared) as pair:
+    chunks = sample_chunks(1, 9)
+    with transfer_ends(shared_memory=shared) as pair:
         for _ in range(3):  # Connections, buffers and shared memory are used again.
             handle, transfer = pair.send(chunks)
             fetched, got = pair.fetch(handle, degree=degree)
-            assert got == {chunk.layer: plain(chunk) for chunk in chunks}
+            assert got == {chunk.layer: chunk_value(chunk) for chunk in chunks}
             assert (fetched.manifest, fetched.lost_connections) == (ABOUT, 0)
             assert fetched.shared_memory == shared
             assert fetched.moved_bytes == sum(len(p.data) + len(p.parameters) for p in chunks)
             assert transfer.wait(30) == "fetched"
             assert pair.sender.held_bytes == 0
-        assert until(lambda: pair.sender.connections <= degree)
+        assert wait_until(lambda: pair.sender.connections <= degree)
 
 
 def test_receiver_that_comes_before_its_sender_gets_each_layer_when_it_is_made() -> None:
-    chunks = made(2, 6)
+    chunks = sample_chunks(2, 6)
     handle, received, opened = new_handle(), threading.Event(), threading.Event()
-    with ends() as pair:
+    with transfer_ends() as pair:
 
         def send() -> None:
             time.sleep(0.25)  # More than a beat.
@@ -82,16 +82,16 @@ def test_receiver_that_comes_before_its_sender_gets_each_layer_when_it_is_made()
         sender.start()
         _, got = pair.fetch(handle, lambda _: received.set())
         sender.join()
-        assert got == {chunk.layer: plain(chunk) for chunk in chunks}
+        assert got == {chunk.layer: chunk_value(chunk) for chunk in chunks}
 
 
 def test_slow_sender_is_kept_alive_by_heartbeats() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, transfer = pair.offer()
 
         def send() -> None:
             time.sleep(2 * SMALL.lease_s)
-            transfer.put(made()[0])
+            transfer.put(sample_chunks()[0])
             transfer.finish()
 
         sender = threading.Thread(target=send)
@@ -102,7 +102,7 @@ def test_slow_sender_is_kept_alive_by_heartbeats() -> None:
 
 
 def test_slow_engine_delays_no_other_transfer_and_is_not_timed_out() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, over = new_handle(), threading.Event()
 
         def opened(have: int) -> KvManifest:
@@ -132,7 +132,7 @@ def test_slow_engine_delays_no_other_transfer_and_is_not_timed_out() -> None:
 
 def test_sender_learns_how_many_tokens_the_receiver_has() -> None:
     heard: list[int] = []
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle = new_handle()
 
         def opened(have: int) -> KvManifest:
@@ -149,11 +149,11 @@ def test_sender_learns_how_many_tokens_the_receiver_has() -> None:
 
 def test_slow_sink_limits_bytes_in_flight_to_the_window() -> None:
     """The window is kept: no more than it is ever in the receiver's memory, however fast the sender is."""
-    chunks = [replace(made(n, 1)[0], layer=n) for n in range(24)]
+    chunks = [replace(sample_chunks(n, 1)[0], layer=n) for n in range(24)]
     size = len(chunks[0].data)
     limits = replace(SMALL_LINKS, window_bytes=3 * size)
     most = 0
-    with ends(link_limits=limits) as pair:
+    with transfer_ends(link_limits=limits) as pair:
 
         def sink(_: KvChunk) -> None:
             nonlocal most
@@ -167,8 +167,8 @@ def test_slow_sink_limits_bytes_in_flight_to_the_window() -> None:
 
 
 def test_sender_memory_is_bounded_and_put_waits_for_room() -> None:
-    chunk = made()[0]
-    with ends(limits=replace(SMALL, most_bytes=2 * len(chunk.data))) as pair:
+    chunk = sample_chunks()[0]
+    with transfer_ends(limits=replace(SMALL, most_bytes=2 * len(chunk.data))) as pair:
         handle, transfer = pair.offer()
         transfer.put(chunk)
         transfer.put(replace(chunk, layer=1))
@@ -188,15 +188,15 @@ def test_sender_memory_is_bounded_and_put_waits_for_room() -> None:
 
 def test_transfer_waiting_for_its_receiver_does_not_block_memory_of_others() -> None:
     """The row is free when the other's cache is whole: each would wait for the other."""
-    chunk = made()[0]
-    with ends(limits=replace(SMALL, most_bytes=2 * len(chunk.data))) as pair:
+    chunk = sample_chunks()[0]
+    with transfer_ends(limits=replace(SMALL, most_bytes=2 * len(chunk.data))) as pair:
         handle, mine = pair.offer()
         waiting, other = pair.offer()
         mine.put(chunk)
         other.put(chunk)
 
         def rest() -> None:
-            assert until(lambda: mine.parts[0].takes(1 << 40))
+            assert wait_until(lambda: mine.parts[0].takes(1 << 40))
             other.put(replace(chunk, layer=1))
             mine.put(replace(chunk, layer=1), wait_s=5.0)
             mine.finish()
@@ -211,14 +211,14 @@ def test_transfer_waiting_for_its_receiver_does_not_block_memory_of_others() -> 
 
 def test_concurrent_fetches_do_not_mix() -> None:
     problems: list[Exception] = []
-    with ends() as pair:
+    with transfer_ends() as pair:
 
         def one(seed: int) -> None:
-            chunks = made(seed, 5)
+            chunks = sample_chunks(seed, 5)
             try:
                 handle, _ = pair.send(chunks)
                 _, got = pair.fetch(handle, degree=2)
-                assert got == {chunk.layer: plain(chunk) for chunk in chunks}
+                assert got == {chunk.layer: chunk_value(chunk) for chunk in chunks}
             except Exception as error:
                 problems.append(error)
 
@@ -234,9 +234,9 @@ def test_connections_of_a_link_are_reported_with_bytes_and_rtt(monkeypatch: pyte
     monkeypatch.setattr(
         "potluck.kv.fetch.GRACE_S", 10.0
     )  # A busy machine would have its connections closed before.
-    chunks = made(1, 9)
+    chunks = sample_chunks(1, 9)
     moved = sum(len(p.data) + len(p.parameters) for p in chunks)
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, _ = pair.send(chunks)
         pair.fetch(handle, degree=2)
         (incoming,) = pair.links.reports()
@@ -251,7 +251,7 @@ def test_connections_of_a_link_are_reported_with_bytes_and_rtt(monkeypatch: pyte
 
 
 def test_sender_listens_on_loopback_and_receiver_connects_only_to_its_fleet() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         assert pair.sender.address[0] == "127.0.0.1"
         fetch_request = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
         for stranger in (("127.0.0.1", 1), ("localhost", pair.address[1]), ("10.0.0.1", 80)):
@@ -263,13 +263,15 @@ def test_sender_listens_on_loopback_and_receiver_connects_only_to_its_fleet() ->
 
 
 def test_idle_connections_are_closed_and_dead_ones_not_reused() -> None:
-    with ends(link_limits=replace(SMALL_LINKS, idle_s=0.2), limits=replace(SMALL, idle_s=0.1)) as pair:
+    with transfer_ends(
+        link_limits=replace(SMALL_LINKS, idle_s=0.2), limits=replace(SMALL, idle_s=0.1)
+    ) as pair:
         for pause_s in (0.0, 0.15, 0.3):
-            handle, _ = pair.send(made())
+            handle, _ = pair.send(sample_chunks())
             fetched, _ = pair.fetch(handle, degree=2)
             assert fetched.lost_connections == 0
             time.sleep(pause_s)
-        assert until(lambda: pair.sender.connections == 0)
+        assert wait_until(lambda: pair.sender.connections == 0)
 
 
 def test_transfer_works_over_ipv6() -> None:
@@ -294,7 +296,7 @@ def test_fleet_address_may_be_a_host_without_a_port() -> None:
 
 
 def test_fetch_can_be_cancelled_and_an_offer_withdrawn() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, transfer = pair.offer()
         fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
         fetching = KvFetch(pair.links, pair.address, fetch_request, degree=2)
@@ -311,16 +313,16 @@ def test_fetch_can_be_cancelled_and_an_offer_withdrawn() -> None:
 
 
 def test_fetch_degree_beyond_the_limit_is_refused() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         for degree in (0, 33):
             with pytest.raises(InputError, match="degree"):
                 pair.fetch(new_handle(), degree=degree)
 
 
 def test_sender_failure_reaches_the_receiver_with_its_reason() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, transfer = pair.offer()
-        transfer.put(made()[0])
+        transfer.put(sample_chunks()[0])
         transfer.fail("the engine ran out of blocks")
         with pytest.raises(TransferError, match="ran out of blocks"):
             pair.fetch(handle)
@@ -336,8 +338,8 @@ def test_sender_failure_reaches_the_receiver_with_its_reason() -> None:
 
 
 def test_exception_in_the_sink_ends_the_fetch_and_frees_the_transfer() -> None:
-    with ends() as pair:
-        handle, transfer = pair.send(made(1, 9))
+    with transfer_ends() as pair:
+        handle, transfer = pair.send(sample_chunks(1, 9))
 
         def sink(chunk: KvChunk) -> None:
             raise InputError("row", "was closed")
@@ -345,7 +347,7 @@ def test_exception_in_the_sink_ends_the_fetch_and_frees_the_transfer() -> None:
         with pytest.raises(InputError, match="was closed"):
             pair.fetch(handle, sink)
         assert transfer.wait(30) == "gone"
-        assert until(lambda: pair.sender.transfers == 0)
+        assert wait_until(lambda: pair.sender.transfers == 0)
 
 
 def test_kv_of_other_tokens_or_another_model_is_refused() -> None:
@@ -354,7 +356,7 @@ def test_kv_of_other_tokens_or_another_model_is_refused() -> None:
         replace(ABOUT, token_hash="00" * 32),
         replace(ABOUT, start=1),
     ):
-        with ends() as pair:
+        with transfer_ends() as pair:
             handle, transfer = pair.offer(manifest=manifest)
             transfer.finish()
             with pytest.raises(FormatError, match=r"another model|behind"):
@@ -389,7 +391,7 @@ def test_transfer_uses_the_network_if_one_side_disables_shared_memory() -> None:
     try:
         handle = new_handle()
         transfer = sender.offer(handle, BOUND, lambda have: ABOUT, 5.0)
-        transfer.put(made()[0])
+        transfer.put(sample_chunks()[0])
         transfer.finish()
         fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
         fetched = fetch(peer_connections, sender.address, fetch_request, lambda _: None, lambda _: None)
@@ -413,7 +415,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def secured(folder: Path, server: str, client: str) -> tuple[KvSender, PeerConnections]:
+def tls_ends(folder: Path, server: str, client: str) -> tuple[KvSender, PeerConnections]:
     def of(name: str, make: type[ssl.SSLContext] | object) -> ssl.SSLContext:
         chosen = server_context if make == "server" else client_context
         return chosen(folder / f"{name}.pem", folder / f"{name}.key", folder / "fleet.pem")
@@ -423,8 +425,8 @@ def secured(folder: Path, server: str, client: str) -> tuple[KvSender, PeerConne
 
 
 def test_transfer_works_over_tls(certificates: Path) -> None:
-    sender, peer_connections = secured(certificates, "fleet", "fleet")
-    chunks = made(4, 9)
+    sender, peer_connections = tls_ends(certificates, "fleet", "fleet")
+    chunks = sample_chunks(4, 9)
     try:
         for _ in range(2):
             handle = new_handle()
@@ -439,10 +441,10 @@ def test_transfer_works_over_tls(certificates: Path) -> None:
                 sender.address,
                 fetch_request,
                 lambda _: None,
-                lambda chunk, got=got: got.__setitem__(chunk.layer, plain(chunk)),  # type: ignore[misc]
+                lambda chunk, got=got: got.__setitem__(chunk.layer, chunk_value(chunk)),  # type: ignore[misc]
                 degree=2,
             )
-            assert got == {chunk.layer: plain(chunk) for chunk in chunks}
+            assert got == {chunk.layer: chunk_value(chunk) for chunk in chunks}
             assert fetched.lost_connections == 0
             assert not fetched.shared_memory
     finally:
@@ -454,7 +456,7 @@ def test_transfer_works_over_tls(certificates: Path) -> None:
 def test_tls_refuses_unknown_certificates_on_either_side(
     certificates: Path, server: str, client: str
 ) -> None:
-    sender, peer_connections = secured(certificates, server, client)
+    sender, peer_connections = tls_ends(certificates, server, client)
     try:
         handle = new_handle()
         sender.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
@@ -496,8 +498,8 @@ def test_shared_memory_is_bounded_and_closed_segments_are_not_counted() -> None:
         peer_connections.close()
 
 
-CHUNKS = made(3, 8)
-RIGHT = {chunk.layer: plain(chunk) for chunk in CHUNKS}
+CHUNKS = sample_chunks(3, 8)
+RIGHT = {chunk.layer: chunk_value(chunk) for chunk in CHUNKS}
 SLACK_S = 2.5
 OWNER = """
 import sys
@@ -520,7 +522,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def child(code: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def child_process(code: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     paths = [str(Path(potluck.__file__).parent.parent), str(Path(__file__).parent)]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words],
@@ -542,7 +544,7 @@ def test_shared_memory_of_a_killed_receiver_is_removed() -> None:
     mine = shared_memory.create(2, 4096)
     if mine is None:
         pytest.skip("no shared memory here")
-    with child(OWNER, str(shared_memory.FOLDER)) as (process, name):
+    with child_process(OWNER, str(shared_memory.FOLDER)) as (process, name):
         theirs = shared_memory.FOLDER / f"potluck-kv-{name}"
         own = shared_memory.FOLDER / f"potluck-kv-{mine.shared.name.hex()}"
         other = shared_memory.FOLDER / "potluck-other"
@@ -592,7 +594,7 @@ def test_long_lived_receiver_removes_stale_shared_memory_and_no_other_files(
 
 def test_frozen_sender_is_detected_within_the_silence_limit() -> None:
     handle = new_handle()
-    with child(SENDER, handle) as (process, port):
+    with child_process(SENDER, handle) as (process, port):
         address = ("127.0.0.1", int(port))
         peer_connections = PeerConnections([address], limits=SMALL_LINKS, shared_memory=False)
         stopped: list[float] = []
@@ -625,7 +627,7 @@ def test_silent_connection_is_replaced_before_the_fetch_fails() -> None:
 
     # A machine that has much to do may be late with the second one too.
     limits, link_limits = replace(SMALL, lease_s=30.0), replace(SMALL_LINKS, silence_s=30.0)
-    with ends(limits, link_limits, harm=harm) as pair:
+    with transfer_ends(limits, link_limits, harm=harm) as pair:
         handle, _ = pair.send(CHUNKS)
         fetched, got = pair.fetch(handle, degree=1, deadline_s=30.0)
         assert got == RIGHT
@@ -644,7 +646,7 @@ def test_transfer_works_without_linux_specific_features(
     monkeypatch.setattr(kv_connection, "_DONTWAIT", 0)
     monkeypatch.setattr(kv_connection, "_WAITALL", 0)
     monkeypatch.setattr(kv_connection, "_USER_TIMEOUT", None)
-    with ends(shared_memory=True) as pair:
+    with transfer_ends(shared_memory=True) as pair:
         handle, transfer = pair.send(CHUNKS)
         fetched, got = pair.fetch(handle, degree=degree)
         assert got == RIGHT

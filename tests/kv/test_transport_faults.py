@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from kv_helpers import ABOUT, SMALL, SMALL_LINKS, Harm, ends, made, plain
+from kv_helpers import ABOUT, SMALL, SMALL_LINKS, Harm, chunk_value, sample_chunks, transfer_ends
 
 from potluck.core.errors import PotluckError
 from potluck.kv.chunks import TransferError
 from potluck.kv.frames import PREFIX, Ack, ChunkPiece, Hello, TransferEnd, TransferOpening, frame
 
-CHUNKS = made(5, 8)
-RIGHT = {chunk.layer: plain(chunk) for chunk in CHUNKS}
+CHUNKS = sample_chunks(5, 8)
+RIGHT = {chunk.layer: chunk_value(chunk) for chunk in CHUNKS}
 PATIENT = replace(SMALL_LINKS, connect_s=5.0, stall_s=5.0, silence_s=10.0)
 SLACK_S = 2.5  # For a busy machine; each deadline itself is well below.
 
@@ -46,7 +46,7 @@ PLACES = {
 }
 
 
-def at(place: int, act: Callable[[bytes, int], bytes | None], *, on_any: bool = False) -> Harm:
+def harm_at(place: int, act: Callable[[bytes, int], bytes | None], *, on_any: bool = False) -> Harm:
     """Harm once, at one byte of what is said on the first connection, or on whichever gets so far first."""
     done = False
 
@@ -64,11 +64,11 @@ def corrupt(data: bytes, i: int) -> bytes:
     return data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1 :]
 
 
-def lose(data: bytes, i: int) -> bytes:
+def drop_byte(data: bytes, i: int) -> bytes:
     return data[:i] + data[i + 1 :]
 
 
-def double(data: bytes, i: int) -> bytes:
+def repeat_bytes(data: bytes, i: int) -> bytes:
     return data[: i + 1] + data[max(0, i - 15) :]
 
 
@@ -89,23 +89,23 @@ def insert(data: bytes, i: int) -> bytes:
     return data[:i] + b"\0" * 64 + data[i:]
 
 
-@pytest.mark.parametrize("act", [corrupt, lose, double, reorder, cut, insert])
+@pytest.mark.parametrize("act", [corrupt, drop_byte, repeat_bytes, reorder, cut, insert])
 @pytest.mark.parametrize("place", PLACES)
 def test_damage_to_one_connection_costs_at_most_that_connection(
     place: str, act: Callable[[bytes, int], bytes | None]
 ) -> None:
-    with ends(link_limits=PATIENT, harm=at(PLACES[place], act)) as pair:
+    with transfer_ends(link_limits=PATIENT, harm=harm_at(PLACES[place], act)) as pair:
         handle, transfer = pair.send(CHUNKS)
         fetched, got = pair.fetch(handle, degree=1)
         assert got == RIGHT
-        assert act in (reorder, double, insert) or fetched.lost_connections == 1
+        assert act in (reorder, repeat_bytes, insert) or fetched.lost_connections == 1
         assert fetched.lost_connections <= 1
         assert transfer.wait(30) == "fetched"
 
 
 @pytest.mark.parametrize("place", ["first byte", "piece: chunk", "data: within", "next frame"])
 def test_stalled_connection_is_replaced(place: str) -> None:
-    with ends(harm=at(PLACES[place], stall)) as pair:
+    with transfer_ends(harm=harm_at(PLACES[place], stall)) as pair:
         handle, _ = pair.send(CHUNKS)
         begun_s = time.monotonic()
         fetched, got = pair.fetch(handle, degree=2)
@@ -114,13 +114,13 @@ def test_stalled_connection_is_replaced(place: str) -> None:
         assert fetched.lost_connections <= 2
 
 
-@pytest.mark.parametrize("act", [corrupt, lose, cut])
+@pytest.mark.parametrize("act", [corrupt, drop_byte, cut])
 @pytest.mark.parametrize("place", [0, 6, 40, 60, 130, 150])
 def test_damaged_receiver_messages_cost_at_most_a_connection(
     place: int, act: Callable[[bytes, int], bytes | None]
 ) -> None:
     """Greeting and acknowledgements. A damaged greeting is not answered, so it may take the time for silence."""
-    with ends(answer_harm=at(place, act)) as pair:
+    with transfer_ends(answer_harm=harm_at(place, act)) as pair:
         handle, _ = pair.send(CHUNKS)
         _, got = pair.fetch(handle, degree=2)
         assert got == RIGHT
@@ -132,12 +132,12 @@ def test_continuous_damage_fails_in_time_without_wrong_data(every: int) -> None:
         spot = every - went % every
         return corrupt(data, spot) if spot < len(data) else data
 
-    with ends(harm=harm) as pair:
+    with transfer_ends(harm=harm) as pair:
         handle, _ = pair.send(CHUNKS)
         got: dict[int, tuple[object, ...]] = {}
         begun_s = time.monotonic()
         try:
-            pair.fetch(handle, lambda chunk: got.__setitem__(chunk.layer, plain(chunk)), deadline_s=2.0)
+            pair.fetch(handle, lambda chunk: got.__setitem__(chunk.layer, chunk_value(chunk)), deadline_s=2.0)
         except PotluckError:
             pass
         else:
@@ -151,7 +151,7 @@ def test_slow_trickle_of_data_ends_at_the_deadline() -> None:
         time.sleep(0.3)  # Always something before anybody's patience is over, never enough.
         return data
 
-    with ends(harm=harm) as pair:
+    with transfer_ends(harm=harm) as pair:
         handle, _ = pair.send(CHUNKS * 4)
         begun_s = time.monotonic()
         with pytest.raises(TransferError, match="within its 0.7 s"):
@@ -161,7 +161,7 @@ def test_slow_trickle_of_data_ends_at_the_deadline() -> None:
 
 def test_cut_connection_resends_only_its_unacknowledged_pieces() -> None:
     """Of three connections, one has to send a second piece; which one is not said."""
-    with ends(harm=at(_SECOND + _HEAD + 9, cut, on_any=True)) as pair:
+    with transfer_ends(harm=harm_at(_SECOND + _HEAD + 9, cut, on_any=True)) as pair:
         handle, _ = pair.send(CHUNKS)
         fetched, got = pair.fetch(handle, degree=3)
         assert got == RIGHT
@@ -178,7 +178,7 @@ def test_stream_layout_is_as_the_fault_tests_assume() -> None:
         seen.extend(data)
         return data
 
-    with ends(harm=watch) as pair:
+    with transfer_ends(harm=watch) as pair:
         handle, _ = pair.send(CHUNKS)
         pair.fetch(handle, degree=1)
     for place in ("piece: magic", "next frame"):

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_helpers import BOUND, FrameReader, made, plain
+from kv_helpers import BOUND, FrameReader, chunk_value, sample_chunks
 
 from potluck.core.errors import FormatError, InputError
 from potluck.kv.assembly import ChunkAssembly
@@ -45,7 +45,7 @@ class Receiver:
         if chunk is None:
             return []
         assert chunk.layer not in self.got
-        self.got[chunk.layer] = plain(chunk)
+        self.got[chunk.layer] = chunk_value(chunk)
         return [piece.index]
 
 
@@ -65,7 +65,7 @@ SMALLEST_PIECE_BYTES = 24
 def test_every_chunk_is_received_once_under_any_connection_losses(
     layers: int, piece_bytes: int, degree: int, loss: float, draw: random.Random
 ) -> None:
-    chunks = made(3, layers)
+    chunks = sample_chunks(3, layers)
     window = max(len(p.data) + len(p.parameters) for p in chunks) + draw.randrange(20000)
     load, receiver = SendQueue(piece_bytes), Receiver(window, piece_bytes)
     load.open(window)
@@ -111,7 +111,7 @@ def test_every_chunk_is_received_once_under_any_connection_losses(
                 conn, Ack(taken.get(conn, 0), receiver.assembly.released_bytes)
             ) if conn in conns else None
     assert receiver.assembly.complete
-    assert receiver.got == {chunk.layer: plain(chunk) for chunk in chunks}
+    assert receiver.got == {chunk.layer: chunk_value(chunk) for chunk in chunks}
     assert receiver.most_bytes <= window
     assert receiver.out_bytes == 0
 
@@ -120,7 +120,7 @@ def test_every_chunk_is_received_once_under_any_connection_losses(
 @example([3, 1, 7, 0, 5, 2, 6, 4], 7)
 @given(st.permutations(range(8)), st.integers(SMALLEST_PIECE_BYTES, 700))
 def test_pieces_in_any_order_and_repeated_make_the_same_chunk(order: list[int], piece_bytes: int) -> None:
-    chunk = made()[0]
+    chunk = sample_chunks()[0]
     encoded_chunk = pack(chunk, piece_bytes)
     load = SendQueue(piece_bytes)
     load.open(1 << 20)
@@ -134,7 +134,7 @@ def test_pieces_in_any_order_and_repeated_make_the_same_chunk(order: list[int], 
     for cut in order:
         for piece, data in pieces[cut::8] * 2:
             receiver.take(piece, bytes(data), 0)
-    assert receiver.got == {0: plain(chunk)}
+    assert receiver.got == {0: chunk_value(chunk)}
 
 
 def piece(offset: int, count: int, tokens: int = 8, index: int = 0) -> ChunkPiece:
@@ -184,7 +184,7 @@ def test_acks_for_unsent_pieces_are_refused() -> None:
     load = SendQueue(64)
     load.open(1 << 20)
     load.join(0, 4)
-    load.put(pack(made()[0], 64))
+    load.put(pack(sample_chunks()[0], 64))
     assert load.next(0) is not None
     for bad in (Ack(2, 0), Ack(0, 1 << 40)):
         with pytest.raises(FormatError):
@@ -195,7 +195,7 @@ def test_chunk_larger_than_the_window_is_sent_alone() -> None:
     load = SendQueue(1 << 20)
     load.open(100)
     load.join(0, 4)
-    for chunk in made()[:2]:
+    for chunk in sample_chunks()[:2]:
         load.put(pack(chunk, 1 << 20))
     receiver = Receiver(100, 1 << 20)
     first = load.next(0)
@@ -216,7 +216,7 @@ def test_failed_send_queue_reports_the_problem_once_per_connection() -> None:
     load = SendQueue(64)
     for conn in (0, 1):
         load.join(conn, 4)
-    load.put(pack(made()[0], 64))
+    load.put(pack(sample_chunks()[0], 64))
     load.fail("no more")
     assert load.held_bytes == 0
     assert [load.next(0), load.next(1), load.next(0)] == [

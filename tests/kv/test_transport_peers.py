@@ -20,13 +20,13 @@ from kv_helpers import (
     SMALL,
     SMALL_LINKS,
     TOKENS_HASH,
-    Ends,
     FrameReader,
-    ends,
+    TransferEnds,
+    chunk_value,
     fetch,
-    made,
-    plain,
-    until,
+    sample_chunks,
+    transfer_ends,
+    wait_until,
 )
 
 from potluck.core.errors import InputError, PotluckError
@@ -53,15 +53,15 @@ from potluck.kv.peer_connections import PeerConnections
 from potluck.kv.send_queue import SendQueue, pack
 
 SLACK_S = 2.5
-CHUNKS = made(6, 8)
-RIGHT = {chunk.layer: plain(chunk) for chunk in CHUNKS}
+CHUNKS = sample_chunks(6, 8)
+RIGHT = {chunk.layer: chunk_value(chunk) for chunk in CHUNKS}
 
 
 def greeting(handle: str, session: bytes = bytes(16), bound: bytes = BOUND, wait_ms: int = 300) -> bytes:
     return frame(Hello(session, bound, handle, 0, 1 << 20, 4096, wait_ms))
 
 
-def answer(address: tuple[str, int], said: bytes, most_s: float = 3.0) -> tuple[bytes, float]:
+def raw_answer(address: tuple[str, int], said: bytes, most_s: float = 3.0) -> tuple[bytes, float]:
     """All that a sender answers until it closes, and how long that took."""
     begun_s = time.monotonic()
     text = b""
@@ -76,7 +76,7 @@ def answer(address: tuple[str, int], said: bytes, most_s: float = 3.0) -> tuple[
 
 
 def test_every_wrong_handle_gets_the_same_answer() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         used, _ = pair.send(CHUNKS)
         pair.fetch(used)
         expired, _ = pair.offer(lasts_s=0.0)
@@ -84,7 +84,7 @@ def test_every_wrong_handle_gets_the_same_answer() -> None:
         claimed, transfer = pair.offer()
         holder = socket.create_connection(pair.address)
         holder.sendall(greeting(claimed, new_session()))
-        assert until(lambda: transfer.state == "attached")
+        assert wait_until(lambda: transfer.state == "attached")
         asked = {
             "unknown": greeting(new_handle()),
             "used": greeting(used),
@@ -92,7 +92,7 @@ def test_every_wrong_handle_gets_the_same_answer() -> None:
             "of another request": greeting(other, bound=bound_to("r-2", FINGERPRINT, TOKENS_HASH)),
             "of another session": greeting(claimed, new_session()),
         }
-        result = {name: answer(pair.address, text) for name, text in asked.items()}
+        result = {name: raw_answer(pair.address, text) for name, text in asked.items()}
         holder.close()
         assert len({raw.replace(frame(Heartbeat()), b"") for raw, _ in result.values()}) == 1
         assert all(took_s >= 0.3 for _, took_s in result.values())
@@ -101,7 +101,7 @@ def test_every_wrong_handle_gets_the_same_answer() -> None:
 
 
 def test_wrong_handle_fails_within_the_deadline() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         begun_s = time.monotonic()
         with pytest.raises(TransferError, match="unknown, has expired, was used"):
             pair.fetch(new_handle(), deadline_s=3.0)
@@ -124,14 +124,14 @@ def test_wrong_handle_fails_within_the_deadline() -> None:
     ],
 )
 def test_invalid_greeting_closes_the_connection_without_an_answer(said: bytes) -> None:
-    with ends() as pair:
-        result, took_s = answer(pair.address, said)
+    with transfer_ends() as pair:
+        result, took_s = raw_answer(pair.address, said)
         assert result == b""
         assert took_s < SMALL.hello_s + SLACK_S
 
 
 def test_slow_greeting_is_disconnected() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         begun_s = time.monotonic()
         with socket.create_connection(pair.address) as connection, contextlib.suppress(ConnectionError):
             for byte in greeting(new_handle()):
@@ -139,16 +139,16 @@ def test_slow_greeting_is_disconnected() -> None:
                 time.sleep(0.02)
                 if time.monotonic() - begun_s > 5:
                     break
-        assert until(lambda: pair.sender.connections == 0, 3)
+        assert wait_until(lambda: pair.sender.connections == 0, 3)
         assert time.monotonic() - begun_s < 2 * SMALL.hello_s + SLACK_S
 
 
 def test_unauthenticated_connections_are_bounded_and_expire() -> None:
-    with ends(limits=replace(SMALL, most_connections=8)) as pair:
+    with transfer_ends(limits=replace(SMALL, most_connections=8)) as pair:
         crowd = [socket.create_connection(pair.address) for _ in range(40)]
-        assert until(lambda: pair.sender.connections == 8)
+        assert wait_until(lambda: pair.sender.connections == 8)
         handle, _ = pair.send(CHUNKS)
-        assert until(lambda: pair.sender.connections == 0, 4)
+        assert wait_until(lambda: pair.sender.connections == 0, 4)
         _, got = pair.fetch(handle)
         assert got == RIGHT
         for one in crowd:
@@ -158,11 +158,11 @@ def test_unauthenticated_connections_are_bounded_and_expire() -> None:
 def test_transfers_waiting_with_one_connection_each_all_complete() -> None:
     """So many receivers as a sender takes connections: each has more than one only while something comes."""
     most = 60
-    with ends(limits=replace(SMALL, most_connections=most)) as pair:
+    with transfer_ends(limits=replace(SMALL, most_connections=most)) as pair:
         offers = [pair.offer() for _ in range(most - 4)]
         with ThreadPoolExecutor(most) as pool:
             fetches = [pool.submit(pair.fetch, handle, degree=3, deadline_s=60.0) for handle, _ in offers]
-            assert until(lambda: all(transfer.state == "attached" for _, transfer in offers), 30)
+            assert wait_until(lambda: all(transfer.state == "attached" for _, transfer in offers), 30)
             assert pair.sender.connections == len(offers)
             for _, transfer in offers:
                 for chunk in CHUNKS:
@@ -173,13 +173,13 @@ def test_transfers_waiting_with_one_connection_each_all_complete() -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_dead_receiver_frees_the_sender_memory(reads: bool) -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, transfer = pair.send(CHUNKS)
         with socket.create_connection(pair.address) as connection:
             connection.sendall(greeting(handle))
             if reads:
                 connection.recv(20000)
-            assert until(lambda: transfer.state == "attached")
+            assert wait_until(lambda: transfer.state == "attached")
         assert transfer.wait(SMALL.lease_s + SMALL.silence_s + SLACK_S) == "gone"
         assert pair.sender.held_bytes == 0
         with pytest.raises(TransferError, match="gone"):
@@ -188,7 +188,7 @@ def test_dead_receiver_frees_the_sender_memory(reads: bool) -> None:
 
 def test_receiver_that_reads_nothing_loses_its_lease() -> None:
     large = [replace(CHUNKS[0], layer=n) for n in range(400)]
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, transfer = pair.send(large)
         with socket.create_connection(pair.address) as connection:
             connection.sendall(greeting(handle))
@@ -197,25 +197,25 @@ def test_receiver_that_reads_nothing_loses_its_lease() -> None:
 
 
 def test_unclaimed_transfer_expires() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         _, transfer = pair.send(CHUNKS, lasts_s=0.3)
         assert pair.sender.held_bytes > 0
         assert transfer.wait(30) == "gone"
-        assert until(lambda: pair.sender.transfers == 0)
+        assert wait_until(lambda: pair.sender.transfers == 0)
 
 
 @pytest.mark.parametrize(
     "lie", [Ack(1000, 0), Ack(0, 1 << 50), TransferEnd(0, 0), Heartbeat(), SenderProblem("x")]
 )
 def test_receiver_with_invalid_messages_is_disconnected(lie: Message) -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, transfer = pair.send(CHUNKS)
-        answer(pair.address, greeting(handle) + frame(lie))
+        raw_answer(pair.address, greeting(handle) + frame(lie))
         assert transfer.wait(SMALL.lease_s + SLACK_S) == "gone"
 
 
 def test_dead_sender_is_reported_at_once() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, _ = pair.offer()
         problem: list[Exception] = []
         timed: list[float] = []
@@ -229,7 +229,7 @@ def test_dead_sender_is_reported_at_once() -> None:
 
         thread = threading.Thread(target=receive)
         thread.start()
-        assert until(lambda: any(link.connections for link in pair.sender.links()))
+        assert wait_until(lambda: any(link.connections for link in pair.sender.links()))
         pair.sender.close()
         died_s = time.monotonic()
         thread.join(10)
@@ -252,7 +252,7 @@ Script = Callable[[socket.socket, Hello], None]
 
 
 @contextlib.contextmanager
-def liar(script: Script) -> Iterator[Callable[..., None]]:
+def scripted_sender(script: Script) -> Iterator[Callable[..., None]]:
     """A sender that follows a script; gives a way to fetch from it."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(0.05)
@@ -304,11 +304,11 @@ def liar(script: Script) -> Iterator[Callable[..., None]]:
     assert peer_connections.buffers.out_bytes == 0
 
 
-def opened(hello: Hello, piece_bytes: int = 4096) -> bytes:
+def opening_frame(hello: Hello, piece_bytes: int = 4096) -> bytes:
     return frame(TransferOpening(hello.session, ABOUT, piece_bytes, False))
 
 
-def large(index: int) -> bytes:
+def large_piece(index: int) -> bytes:
     """The first piece of a chunk as large as the window."""
     chunk = KvChunk(0, "kv", 0, 256, "float32", (256, 2, 8, 8), b"")
     return frame(ChunkPiece(index, chunk, sizes_of(chunk).total_bytes, 0, 4096, sums(bytes(4096)))) + bytes(
@@ -324,31 +324,31 @@ def wrong_sums(hello: Hello) -> bytes:
 LIES: dict[str, Callable[[Hello], bytes]] = {
     "nothing": lambda hello: b"",
     "garbage": lambda hello: bytes(range(256)),
-    "no opening": lambda hello: large(0),
+    "no opening": lambda hello: large_piece(0),
     "another session's opening": lambda hello: frame(TransferOpening(bytes(16), ABOUT, 4096, False)),
-    "pieces that are too large": lambda hello: opened(hello, 8192),
+    "pieces that are too large": lambda hello: opening_frame(hello, 8192),
     "shared memory that was not offered": lambda hello: frame(
         TransferOpening(hello.session, ABOUT, 4096, True)
     ),
     "another model": lambda hello: frame(
         TransferOpening(hello.session, replace(ABOUT, fingerprint="y" * 32), 4096, False)
     ),
-    "two openings": lambda hello: opened(hello) * 2,
-    "beyond the window": lambda hello: opened(hello) + large(0) + large(1),
-    "wrong sums": lambda hello: opened(hello) + wrong_sums(hello),
-    "more than it has": lambda hello: opened(hello) + frame(TransferEnd(3, 10)),
-    "an end before the last": lambda hello: opened(hello) + large(0) + frame(TransferEnd(0, 0)),
-    "two ends": lambda hello: opened(hello) + frame(TransferEnd(1, 10)) + frame(TransferEnd(2, 10)),
-    "a problem": lambda hello: opened(hello) + frame(SenderProblem("no\nmore")),
-    "an ack": lambda hello: opened(hello) + frame(Ack(0, 0)),
-    "half a piece": lambda hello: opened(hello) + large(0)[:2000],
+    "two openings": lambda hello: opening_frame(hello) * 2,
+    "beyond the window": lambda hello: opening_frame(hello) + large_piece(0) + large_piece(1),
+    "wrong sums": lambda hello: opening_frame(hello) + wrong_sums(hello),
+    "more than it has": lambda hello: opening_frame(hello) + frame(TransferEnd(3, 10)),
+    "an end before the last": lambda hello: opening_frame(hello) + large_piece(0) + frame(TransferEnd(0, 0)),
+    "two ends": lambda hello: opening_frame(hello) + frame(TransferEnd(1, 10)) + frame(TransferEnd(2, 10)),
+    "a problem": lambda hello: opening_frame(hello) + frame(SenderProblem("no\nmore")),
+    "an ack": lambda hello: opening_frame(hello) + frame(Ack(0, 0)),
+    "half a piece": lambda hello: opening_frame(hello) + large_piece(0)[:2000],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES)
 def test_invalid_sender_messages_fail_in_time(lie: str) -> None:
-    with liar(lambda connection, hello: connection.sendall(LIES[lie](hello))) as try_it:
+    with scripted_sender(lambda connection, hello: connection.sendall(LIES[lie](hello))) as try_it:
         begun_s = time.monotonic()
         with pytest.raises(PotluckError):
             try_it()
@@ -358,34 +358,34 @@ def test_invalid_sender_messages_fail_in_time(lie: str) -> None:
 @pytest.mark.parametrize("first", [b"", None])
 def test_endless_heartbeats_end_at_the_deadline(first: bytes | None) -> None:
     def script(connection: socket.socket, hello: Hello) -> None:
-        connection.sendall(opened(hello) if first is None else first)
+        connection.sendall(opening_frame(hello) if first is None else first)
         for _ in range(60):
             connection.sendall(frame(Heartbeat()))
             time.sleep(0.05)
 
-    with liar(script) as try_it, pytest.raises(TransferError, match="within its 0.6 s"):
+    with scripted_sender(script) as try_it, pytest.raises(TransferError, match="within its 0.6 s"):
         try_it(0.6)
 
 
 def test_data_sent_byte_by_byte_ends_at_the_deadline() -> None:
     def script(connection: socket.socket, hello: Hello) -> None:
-        connection.sendall(opened(hello))
-        for byte in large(0):
+        connection.sendall(opening_frame(hello))
+        for byte in large_piece(0):
             connection.sendall(bytes([byte]))
             time.sleep(0.01)
 
-    with liar(script) as try_it:
+    with scripted_sender(script) as try_it:
         begun_s = time.monotonic()
         with pytest.raises(PotluckError):
             try_it(0.8)
         assert time.monotonic() - begun_s < 0.8 + SLACK_S
 
 
-SENT = made(3, 8)
-SENT_RIGHT = {chunk.layer: plain(chunk) for chunk in SENT}
+SENT = sample_chunks(3, 8)
+SENT_RIGHT = {chunk.layer: chunk_value(chunk) for chunk in SENT}
 
 
-class Late:
+class RawConnection:
     """One connection of a session, by hand."""
 
     def __init__(
@@ -400,7 +400,7 @@ class Late:
     def say(self, message: Message) -> None:
         self.connection.sendall(frame(message))
 
-    def hear(self, enough: Callable[[Late], bool], within_s: float = 30.0) -> bool:
+    def hear(self, enough: Callable[[RawConnection], bool], within_s: float = 30.0) -> bool:
         """Whether it heard enough before long; beats alone never are."""
         end_s = time.monotonic() + within_s
         while not enough(self):
@@ -421,8 +421,10 @@ class Late:
 
 
 @contextmanager
-def late(pair: Ends, handle: str, session: bytes, piece_bytes: int = 4096) -> Iterator[Late]:
-    one = Late(pair.address, handle, session, piece_bytes)
+def raw_connection(
+    pair: TransferEnds, handle: str, session: bytes, piece_bytes: int = 4096
+) -> Iterator[RawConnection]:
+    one = RawConnection(pair.address, handle, session, piece_bytes)
     try:
         yield one
     finally:
@@ -436,56 +438,56 @@ def test_connection_that_joins_a_running_transfer_is_opened() -> None:
         thinking.wait(5)
         return ABOUT
 
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, session = new_handle(), new_session()
         transfer = pair.sender.offer(handle, BOUND, opened, 10.0)
-        with late(pair, handle, session) as first, late(pair, handle, session) as second:
-            assert until(lambda: transfer.opening)
+        with raw_connection(pair, handle, session) as first, raw_connection(pair, handle, session) as second:
+            assert wait_until(lambda: transfer.opening)
             thinking.set()
             assert first.hear(lambda one: one.has(TransferOpening))
             assert second.hear(lambda one: one.has(TransferOpening))
-            with late(pair, handle, session) as third:  # While it is being filled.
+            with raw_connection(pair, handle, session) as third:  # While it is being filled.
                 assert third.hear(lambda one: one.has(TransferOpening))
 
 
-def _fetched(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+def _fetched(pair: TransferEnds, handle: str, session: bytes) -> OutgoingTransfer:
     transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
     transfer.finish()
-    with late(pair, handle, session) as first:
+    with raw_connection(pair, handle, session) as first:
         assert first.hear(lambda one: one.has(TransferEnd))
         first.say(TransferDone())
         assert transfer.wait(30) == "fetched"
     return transfer
 
 
-def _failed(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+def _failed(pair: TransferEnds, handle: str, session: bytes) -> OutgoingTransfer:
     transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
-    with late(pair, handle, session) as first:
+    with raw_connection(pair, handle, session) as first:
         assert first.hear(lambda one: one.has(TransferOpening))
         transfer.fail("no more")
         assert first.hear(lambda one: one.has(SenderProblem))
     return transfer
 
 
-def _engine_failed(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+def _engine_failed(pair: TransferEnds, handle: str, session: bytes) -> OutgoingTransfer:
     def opened(have: int) -> KvManifest:
         raise InputError("have", "is wrong")
 
     transfer = pair.sender.offer(handle, BOUND, opened, 10.0)
-    with late(pair, handle, session) as first:
+    with raw_connection(pair, handle, session) as first:
         assert first.hear(lambda one: one.has(SenderProblem))
     return transfer
 
 
-def _gone(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+def _gone(pair: TransferEnds, handle: str, session: bytes) -> OutgoingTransfer:
     transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
-    with late(pair, handle, session) as first:
+    with raw_connection(pair, handle, session) as first:
         assert first.hear(lambda one: one.has(TransferOpening))
     assert transfer.wait(SMALL.lease_s + SLACK_S) == "gone"
     return transfer
 
 
-def _withdrawn(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+def _withdrawn(pair: TransferEnds, handle: str, session: bytes) -> OutgoingTransfer:
     transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
     pair.sender.withdraw(handle)
     return transfer
@@ -493,26 +495,26 @@ def _withdrawn(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
 
 @pytest.mark.parametrize("ending", [_fetched, _failed, _engine_failed, _gone, _withdrawn])
 def test_connection_that_joins_after_the_end_gets_an_answer(
-    ending: Callable[[Ends, str, bytes], OutgoingTransfer], monkeypatch: pytest.MonkeyPatch
+    ending: Callable[[TransferEnds, str, bytes], OutgoingTransfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         forgotten = pair.sender._forget
         # Ended transfers are forgotten when somebody looks; nobody does between the end and the replay.
         monkeypatch.setattr(pair.sender, "_forget", lambda: None)
         handle, session = new_handle(), new_session()
         ending(pair, handle, session)
-        with late(pair, handle, session) as replay:
+        with raw_connection(pair, handle, session) as replay:
             assert replay.hear(lambda one: one.has(HandleRefused) or one.has(SenderProblem))
             assert not replay.has(TransferOpening) or ending is _failed
         monkeypatch.setattr(pair.sender, "_forget", forgotten)
 
 
 def test_connection_of_a_finished_fetch_is_closed() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, session = new_handle(), new_session()
         transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
         transfer.finish()
-        with late(pair, handle, session) as first, late(pair, handle, session) as second:
+        with raw_connection(pair, handle, session) as first, raw_connection(pair, handle, session) as second:
             assert first.hear(lambda one: one.has(TransferOpening))
             assert second.hear(lambda one: one.has(TransferOpening))
             first.say(TransferDone())
@@ -522,13 +524,13 @@ def test_connection_of_a_finished_fetch_is_closed() -> None:
 
 
 def test_receiver_with_a_smaller_piece_limit_gets_smaller_pieces() -> None:
-    with ends(limits=replace(SMALL, piece_bytes=1 << 14), link_limits=SMALL_LINKS) as pair:
+    with transfer_ends(limits=replace(SMALL, piece_bytes=1 << 14), link_limits=SMALL_LINKS) as pair:
         handle, transfer = pair.offer()
         for chunk in SENT[:4]:  # Cut and checked before anybody came.
             transfer.put(chunk)
 
         def feed() -> None:  # The rest comes while somebody fetches.
-            assert until(lambda: transfer.state == "attached")
+            assert wait_until(lambda: transfer.state == "attached")
             for chunk in SENT[4:]:
                 transfer.put(chunk)
             transfer.finish()
@@ -543,12 +545,15 @@ def test_receiver_with_a_smaller_piece_limit_gets_smaller_pieces() -> None:
 
 
 def test_all_connections_of_a_fetch_use_the_same_piece_size() -> None:
-    with ends(limits=replace(SMALL, piece_bytes=1 << 15)) as pair:
+    with transfer_ends(limits=replace(SMALL, piece_bytes=1 << 15)) as pair:
         handle, session = new_handle(), new_session()
         pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
-        with late(pair, handle, session, 1 << 14) as first:
+        with raw_connection(pair, handle, session, 1 << 14) as first:
             assert first.hear(lambda one: one.has(TransferOpening))
-            with late(pair, handle, session, 1 << 20) as more, late(pair, handle, session, 1 << 13) as less:
+            with (
+                raw_connection(pair, handle, session, 1 << 20) as more,
+                raw_connection(pair, handle, session, 1 << 13) as less,
+            ):
                 assert more.hear(lambda one: one.has(TransferOpening))
                 assert less.hear(lambda one: one.has(HandleRefused))
             sizes = {
@@ -558,9 +563,9 @@ def test_all_connections_of_a_fetch_use_the_same_piece_size() -> None:
 
 
 def test_connection_with_too_small_pieces_does_not_consume_the_handle() -> None:
-    with ends() as pair:
+    with transfer_ends() as pair:
         handle, _ = pair.send(SENT)
-        with late(pair, handle, new_session(), 16) as tiny:
+        with raw_connection(pair, handle, new_session(), 16) as tiny:
             tiny.hear(lambda one: False)
             assert tiny.closed
             assert not tiny.heard

@@ -11,7 +11,7 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_helpers import ABOUT, BOUND, FrameReader, ends
+from kv_helpers import ABOUT, BOUND, FrameReader, transfer_ends
 
 from potluck.core.errors import FormatError
 from potluck.core.values.kv_layout import KvCut
@@ -163,7 +163,7 @@ def test_truncated_stream_is_detected(message: Message, data: st.DataObject) -> 
         reader.close()
 
 
-def sealed(kind: int, head: bytes, data_bytes: int = 0, version: int = wire.VERSION) -> bytes:
+def valid_frame(kind: int, head: bytes, data_bytes: int = 0, version: int = wire.VERSION) -> bytes:
     """A frame whose checksum is right, whatever it says."""
     start = struct.pack("<4sBBHI", wire.MAGIC, version, kind, len(head), data_bytes)
     return start + struct.pack("<I", zlib.crc32(head, zlib.crc32(start))) + head
@@ -177,7 +177,7 @@ def piece_head(**changes: int) -> bytes:
 
 
 def test_piece_header_of_the_refusal_tests_is_valid() -> None:
-    ((message, _),) = FrameReader().feed(sealed(wire.PIECE, piece_head(), 64) + bytes(64))
+    ((message, _),) = FrameReader().feed(valid_frame(wire.PIECE, piece_head(), 64) + bytes(64))
     assert isinstance(message, ChunkPiece)
     assert (message.count, message.chunk.dtype) == (64, "float32")
 
@@ -204,24 +204,24 @@ def test_piece_header_of_the_refusal_tests_is_valid() -> None:
 )
 def test_contradictory_piece_header_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(FormatError):
-        FrameReader().feed(sealed(wire.PIECE, piece_head(**change), 64) + bytes(64))
+        FrameReader().feed(valid_frame(wire.PIECE, piece_head(**change), 64) + bytes(64))
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        sealed(wire.PIECE, piece_head(), 63),
-        sealed(wire.PIECE, piece_head(), wire.MOST_PIECE_BYTES + 1),
-        sealed(wire.ACK, bytes(16), 1),
-        sealed(wire.ACK, bytes(15)),
-        sealed(wire.BEAT, b"x"),
-        sealed(wire.END, struct.pack("<IQ", wire.MOST_CHUNKS + 1, 0)),
-        sealed(0, b""),
-        sealed(10, b""),
-        sealed(wire.BEAT, b"", version=1),
+        valid_frame(wire.PIECE, piece_head(), 63),
+        valid_frame(wire.PIECE, piece_head(), wire.MOST_PIECE_BYTES + 1),
+        valid_frame(wire.ACK, bytes(16), 1),
+        valid_frame(wire.ACK, bytes(15)),
+        valid_frame(wire.BEAT, b"x"),
+        valid_frame(wire.END, struct.pack("<IQ", wire.MOST_CHUNKS + 1, 0)),
+        valid_frame(0, b""),
+        valid_frame(10, b""),
+        valid_frame(wire.BEAT, b"", version=1),
         b"GET / HTTP/1.1\r\n\r\n",
-        sealed(wire.OPENING, b""),
-        sealed(wire.HELLO, bytes(20)),
+        valid_frame(wire.OPENING, b""),
+        valid_frame(wire.HELLO, bytes(20)),
     ],
 )
 def test_invalid_frame_is_refused(raw: bytes) -> None:
@@ -244,7 +244,7 @@ def test_invalid_hello_partition_is_refused(change: tuple[int, ...]) -> None:
     hello = frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 4096, 1))
     head = hello[PREFIX.size : -14] + struct.pack("<HHHHHHBB", *change)
     with pytest.raises(FormatError):
-        FrameReader().feed(sealed(wire.HELLO, head))
+        FrameReader().feed(valid_frame(wire.HELLO, head))
 
 
 def test_frame_length_beyond_the_limit_is_refused_before_its_data() -> None:
@@ -261,7 +261,7 @@ def test_random_bytes_raise_only_format_errors() -> None:
         frame(TransferEnd(3, 4)),
         frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 4096, 1)),
     ]
-    sound.append(sealed(wire.PIECE, piece_head(), 64) + bytes(64))
+    sound.append(valid_frame(wire.PIECE, piece_head(), 64) + bytes(64))
     for _ in range(4000):
         raw = bytearray(b"".join(draw.choices(sound, k=3)))
         for _ in range(draw.randint(0, 3)):
@@ -339,14 +339,14 @@ def test_swapped_words_change_the_checksum(words: list[int], data: st.DataObject
 PLACE = 4  # Of the version in a frame.
 
 
-def aged(raw: bytes) -> bytes:
+def in_another_version(raw: bytes) -> bytes:
     return raw[:PLACE] + bytes([VERSION + 7]) + raw[PLACE + 1 :]
 
 
 def test_sender_answers_another_version_in_its_own() -> None:
     hello = frame(Hello(bytes(16), BOUND, new_handle(), 0, 1 << 17, 4096, 100))
-    with ends() as pair, socket.create_connection(pair.address, timeout=5.0) as connection:
-        connection.sendall(aged(hello))
+    with transfer_ends() as pair, socket.create_connection(pair.address, timeout=5.0) as connection:
+        connection.sendall(in_another_version(hello))
         received = connection.recv(1 << 16)
     prefix = read_prefix(received[: PREFIX.size])
     assert received == frame(Heartbeat()), "no refusal: if a byte was harmed, the receiver tries again"
@@ -365,11 +365,11 @@ def test_receiver_fails_soon_and_names_both_versions() -> None:
                 return
             with connection:
                 received.append(connection.recv(1 << 16))
-                connection.sendall(aged(frame(HandleRefused())))
+                connection.sendall(in_another_version(frame(HandleRefused())))
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
-    with ends() as pair:
+    with transfer_ends() as pair:
         pair.address = listener.getsockname()
         pair.links.allow({pair.address})
         with pytest.raises(FormatError, match=f"version {VERSION + 7}, this side reads {VERSION}"):

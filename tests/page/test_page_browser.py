@@ -31,7 +31,7 @@ async def with_key(tab: Tab) -> None:
     await tab.until("says('#key') === 'Key: in use'")
 
 
-def clean(tab: Tab, url: str) -> None:
+def assert_clean(tab: Tab, url: str) -> None:
     """It loaded nothing from elsewhere, and its console is empty."""
     assert tab.errors == []
     assert {request.split("/")[2] for request in tab.requests if request.startswith("http")} == {
@@ -50,7 +50,7 @@ def test_live_request_waterfall_shows_queue_prefill_and_decode(lab: Lab) -> None
             words = await tab.run(f"says('{row} .route')")
             await tab.run(f"one('{row} button').click()")
             steps = await tab.until(f"says('{row} .steps')")
-            clean(tab, lab.url)
+            assert_clean(tab, lab.url)
             return kinds, words, steps
 
     kinds, words, steps = lab.run(run())
@@ -91,7 +91,7 @@ def test_killed_replica_turns_red_and_its_requests_move(lab: Lab) -> None:
             words = await tab.until(f"says('{row} .route')")
             parts = await tab.run(f"all('{row} .part').map((each) => each.className).join()")
             event = await tab.until("says('.event.lost .what')")
-            clean(tab, lab.url)
+            assert_clean(tab, lab.url)
             return red, words, parts, event
 
     red, words, parts, event = lab.run(run())
@@ -114,7 +114,7 @@ def test_chat_answer_shows_its_route_and_escapes_markup(lab: Lab) -> None:
             way = await tab.until("says('#chat-route .way')")
             await tab.until("/answered; first token/.test(says('#chat-route'))")
             marked = await tab.run("all('#chat-answer :is(img, script, b)').length")
-            clean(tab, lab.url)
+            assert_clean(tab, lab.url)
             return way, await tab.run("says('.said')"), await tab.run("window.hurt"), marked
 
     way, text, hurt, marked = lab.run(run())
@@ -209,7 +209,7 @@ def test_event_log_is_filtered_and_a_moment_is_shared_under_load(lab: Lab) -> No
                 await tab.run("one('#share').focus()")
                 await tab.press("Enter")
                 shared = await tab.until("/http\\S+#t=\\d+/.exec(says('#toast'))?.[0]")
-                clean(tab, lab.url)
+                assert_clean(tab, lab.url)
             async with lab.browser.tab(shared, 1440, 2600) as tab:
                 then = await tab.until("says('#link').startsWith('as it was') && says('#link')")
                 await tab.until("all('.tile').length > 0")
@@ -232,7 +232,7 @@ def test_glossary_term_is_explained_in_place_by_keyboard(lab: Lab) -> None:
             message = await tab.until("one('#term').matches(':popover-open') && says('#term')")
             await tab.press("Escape")
             await tab.until("!one('#term').matches(':popover-open')")
-            clean(tab, lab.url)
+            assert_clean(tab, lab.url)
             text = "all('[data-term]').every((each) => each.querySelector('.term'))"
             return message, await tab.run("document.activeElement.textContent"), await tab.run(text)
 
@@ -266,7 +266,7 @@ def test_fifty_updates_per_second_are_drawn_a_few_times_per_second(lab: Lab) -> 
             async with lab.browser.tab(lab.url, 1440, 2600) as tab:
                 await live(tab)
                 completed = await tab.run(script)
-                clean(tab, lab.url)
+                assert_clean(tab, lab.url)
                 return list(completed)
         finally:
             page_stream._tick_s = TICK_S

@@ -52,7 +52,7 @@ HEADS = "all('#story p').map((each) => ['b', 'span'].map((css) => each.querySele
 STILL = "import('/page/state.js').then(({ state, news, whole }) => { const tables = state.tables; %s; })"
 
 
-def on_page(lab: Lab, what: Any, width: int = 1440) -> Any:
+def run_on_page(lab: Lab, what: Any, width: int = 1440) -> Any:
     async def run() -> Any:
         while (
             lab.stage.operators.page.show.watched
@@ -70,7 +70,7 @@ def test_deployments_are_described_by_their_roles(lab: Lab) -> None:
         await tab.until("all('#deployments tbody th').length === 4")
         return await tab.run(DOING), dict(await tab.run(DEPLOYED))
 
-    text, rows = on_page(lab, run)
+    text, rows = run_on_page(lab, run)
     assert text == [
         "Prefill only",
         "Decode only",
@@ -97,7 +97,7 @@ def test_kv_arcs_have_separate_ends_within_their_lanes(lab: Lab, width: int) -> 
         titles = "all('.flows > path > title').map((each) => each.textContent)"
         return [await tab.run(item) for item in (sides, ENDS, widths, titles)]
 
-    sides, ends, widths, titles = on_page(lab, run, width)
+    sides, ends, widths, titles = run_on_page(lab, run, width)
     for side, rows in sides:
         for row in rows:
             assert row[2] - row[0] == pytest.approx(side[2] - side[0], abs=1.5), "as wide as its side"
@@ -124,7 +124,7 @@ def test_replica_tile_shows_prompt_and_output_tokens_per_s_separately(lab: Lab) 
             load.cancel()
 
     kinds = {"prefill": {"prompt"}, "decode": {"output"}, "mixed": {"prompt", "output"}}
-    for role, rate in on_page(lab, run):
+    for role, rate in run_on_page(lab, run):
         named = {kind for kind in ("prompt", "output") if re.search(rf"\b{kind} [\d.,k]+( tok/s)", rate)}
         assert named == kinds[role], rate
 
@@ -140,7 +140,7 @@ def test_plot_labels_do_not_overlap_and_a_clipped_spike_is_noted(lab: Lab) -> No
         value = "says('#plot-grid figure:nth-child(2) .value')"
         return [*result, await tab.until(f"/900/.test({value}) && {value}")]
 
-    plots, objective, message, hover = on_page(lab, run)
+    plots, objective, message, hover = run_on_page(lab, run)
     for lines, names in plots:
         newest = max(line[2] for line in lines)
         assert all(name[0] >= newest for name in names), "left of every name all points are drawn"
@@ -176,7 +176,7 @@ def test_every_colour_has_one_meaning(lab: Lab) -> None:
             outcome[theme] = {name: await tab.run(script) for name, script in meanings.items()}
         return outcome
 
-    for theme, result in on_page(lab, run).items():
+    for theme, result in run_on_page(lab, run).items():
         assert all(len(set(colours)) == 1 for colours in result.values()), (theme, result)
         assert len({colours[0] for colours in result.values()}) == len(meanings), (theme, result)
 
@@ -191,7 +191,7 @@ def test_refused_request_shows_its_reason(lab: Lab) -> None:
         await tab.until(f"one('{row}') !== null")
         return await tab.run(f"[says('{row} .how'), says('{row} .route')]")
 
-    assert on_page(lab, run) == [
+    assert run_on_page(lab, run) == [
         "refused at once",
         "chat · too busy: its turn would come after 9 s",
     ]
@@ -210,7 +210,7 @@ def test_demo_story_shows_savings_only_where_there_were_some(lab: Lab) -> None:
         await tab.until("says('#story').includes('$1 less')")
         return first, await tab.run(HEADS)
 
-    first, second = on_page(lab, run)
+    first, second = run_on_page(lab, run)
     assert first[-3:] == [
         ["What happens", "A burst. 2 times as many chats arrive."],
         ["What happened", "L4 east #3 is lost. Its process ended."],
@@ -231,7 +231,7 @@ def test_notices_are_shown_below_the_page_head(lab: Lab) -> None:
             snapshot._notices = before
         return hidden, await tab.run("all('#notices li').map((each) => each.textContent)")
 
-    assert on_page(lab, run) == (True, ["KV crosses a link in int8", "<b>slow</b>"])
+    assert run_on_page(lab, run) == (True, ["KV crosses a link in int8", "<b>slow</b>"])
 
 
 @pytest.mark.parametrize("said", [True, False])
@@ -331,7 +331,7 @@ def test_ttft_p90_tile_is_the_last_point_of_its_labelled_plot(lab: Lab) -> None:
         finally:
             load.cancel()
 
-    tile, plots, tiles = on_page(lab, run)
+    tile, plots, tiles = run_on_page(lab, run)
     assert tile == "TTFT p90, last 15 s"
     assert "each point: last 15 s" in plots
     assert tiles == [
@@ -367,7 +367,7 @@ def test_tile_and_plot_of_a_figure_change_in_the_same_frame(lab: Lab) -> None:
         lab.stage.operators.page.show._rest()
         return await tab.run(script)
 
-    differing, values = on_page(lab, run)
+    differing, values = run_on_page(lab, run)
     assert differing == []
     assert values > 4, "they did change"
 
@@ -387,7 +387,7 @@ def test_kv_arcs_of_ten_replicas_stay_while_a_lost_one_is_replaced(lab: Lab) -> 
         arcs = await tab.until("all('.flows > path').length")
         return arcs, await tab.run("getComputedStyle(one('.flow-groups')).display")
 
-    arcs, listed = on_page(lab, run)
+    arcs, listed = run_on_page(lab, run)
     assert arcs > 10
     assert listed == "none"
 
@@ -481,7 +481,7 @@ def test_repeated_refusals_are_one_line_with_model_and_reason(lab: Lab) -> None:
         await tab.run("one('#which').value = 'refused'; one('#which').dispatchEvent(new Event('change'))")
         return words, await tab.until(listed)
 
-    words, listed = on_page(lab, run)
+    words, listed = run_on_page(lab, run)
     assert words == (
         "chat overloaded too busy · tenant batch · class standard · latest: its turn would come after 9 s"
     )

@@ -60,7 +60,7 @@ def test_applied_page_changes_give_the_new_state(before: Any, after: Any) -> Non
     assert changes(after, after) == ({}, {})
 
 
-def told(
+def request_outcome(
     model: str, came_s: float, ttft_s: float, tpot_s: float, tokens: int = 11, tenant: str = "co"
 ) -> RequestOutcome:
     end_s = came_s + ttft_s + tpot_s * (tokens - 1)
@@ -81,7 +81,11 @@ def test_page_quantile_is_the_smallest_value_with_enough_below(values: list[floa
 def test_page_history_counts_attainment_and_drops_old_points() -> None:
     hour = PageHistory({"m": Slo(1.0, 0.1)})
     models = {"models": {"m": {"usd_per_h": 3.6}}}
-    for item in (told("m", 0.0, 0.5, 0.05), told("m", 0.0, 2.0, 0.05), told("m", 0.0, 0.5, 0.2)):
+    for item in (
+        request_outcome("m", 0.0, 0.5, 0.05),
+        request_outcome("m", 0.0, 2.0, 0.05),
+        request_outcome("m", 0.0, 0.5, 0.2),
+    ):
         hour.told(item)
     hour.look(0.0, models)
     figures = hour.columns()["models"]["m"]
@@ -107,7 +111,7 @@ def test_page_history_counts_attainment_and_drops_old_points() -> None:
     assert then == models
 
 
-def on_stage(what: Callable[[Stage, str, ClientSession], Awaitable[Any]], key: str | None = KEY) -> Any:
+def run_on_stage(what: Callable[[Stage, str, ClientSession], Awaitable[Any]], key: str | None = KEY) -> Any:
     async def run() -> Any:
         async with stage(key=key) as (made, url), ClientSession() as client:
             return await what(made, url, client)
@@ -141,7 +145,7 @@ def test_all_watchers_get_the_same_bytes_and_none_are_built_unwatched(
         await asyncio.sleep(2.5 * showing.TICK_S)
         assert len(made_of) == before
 
-    on_stage(run)
+    run_on_stage(run)
 
 
 def body(said: bytes) -> Any:
@@ -171,7 +175,7 @@ def test_request_row_has_its_times_in_order() -> None:
         async with client.get(f"{url}/request", params={"id": name}) as answer:
             return await answer.json()
 
-    row = on_stage(run)
+    row = run_on_stage(run)
     assert (row["state"], row["model"], row["output_tokens"]) == ("done", MODEL, 12)
     (attempt,) = row["attempts"]
     times = [attempt["sent_s"]]
@@ -182,7 +186,7 @@ def test_request_row_has_its_times_in_order() -> None:
     assert row["first_s"] == attempt["first_s"]
 
 
-async def whole(client: ClientSession, url: str) -> Any:
+async def first_message(client: ClientSession, url: str) -> Any:
     async with client.get(f"{url}/live") as answer:
         return body(await answer.content.readuntil(b"\n\n"))
 
@@ -192,9 +196,9 @@ def test_first_page_message_has_earlier_requests() -> None:
         names = [made.send(200, 4) for _ in range(3)]
         while made.open_requests:
             await asyncio.sleep(0.02)
-        return names, (await whole(client, url))["requests"]
+        return names, (await first_message(client, url))["requests"]
 
-    names, requests = on_stage(run)
+    names, requests = run_on_stage(run)
     assert list(requests) == names
     assert all(row["state"] == "done" for row in requests.values())
 
@@ -219,7 +223,7 @@ def test_stopping_gateway_ends_the_page_stream_with_a_bye_event(
             await made.operators.close()
             return (await answer.content.read()).strip().split(b"\n\n")[-1]
 
-    last = on_stage(run)
+    last = run_on_stage(run)
     assert last.startswith(b"event: bye\n")
     assert body(last + b"\n\n") == {"what": said[0], "why": said[1]}
 
@@ -232,7 +236,7 @@ def test_gateway_with_a_successor_sends_no_bye_event() -> None:
             return await answer.content.read()
 
     with pytest.raises(ClientError):  # the stream breaks off, and the page asks again
-        on_stage(run)
+        run_on_stage(run)
 
 
 def test_page_stream_has_notices_and_token_rates() -> None:
@@ -241,9 +245,9 @@ def test_page_stream_has_notices_and_token_rates() -> None:
         made.send(300, 40)
         while made.open_requests:
             await asyncio.sleep(0.02)
-        return (await whole(client, url))["tables"]
+        return (await first_message(client, url))["tables"]
 
-    result = on_stage(run)
+    result = run_on_stage(run)
     assert result["plan"]["now"]["notices"] == []
     for kind in ("prompt", "output"):
         rates = {name: row[f"{kind}_tokens_per_s"] for name, row in result["replicas"].items()}
@@ -278,7 +282,7 @@ def test_local_page_can_be_read_without_a_key_but_orders_need_it() -> None:
         assert await asked(client, "POST", url + "/chat", Origin="http://evil.example") == 403
         assert await asked(client, "GET", url + "/page/..%2fshow.py") == 404
 
-    on_stage(run)
+    run_on_stage(run)
 
 
 def test_reading_the_page_from_outside_needs_the_key() -> None:
@@ -291,7 +295,7 @@ def test_reading_the_page_from_outside_needs_the_key() -> None:
         async with client.get(f"{url}/", headers={"Host": "gateway.example"}) as answer:
             assert answer.status == 200, "the page itself has no secrets"
 
-    on_stage(run)
+    run_on_stage(run)
 
 
 def test_orders_are_refused_without_an_admin_key() -> None:
@@ -299,7 +303,7 @@ def test_orders_are_refused_without_an_admin_key() -> None:
         async with client.post(f"{url}/kill", json={"replica": "x"}) as answer:
             return answer.status, (await answer.json())["error"]["code"]
 
-    assert on_stage(run, key=None) == (403, "no_admin_key")
+    assert run_on_stage(run, key=None) == (403, "no_admin_key")
 
 
 def test_page_files_have_a_strict_policy_and_nothing_inline() -> None:
@@ -307,7 +311,7 @@ def test_page_files_have_a_strict_policy_and_nothing_inline() -> None:
         async with client.get(f"{url}/") as answer:
             return dict(answer.headers)
 
-    policy = on_stage(run)["Content-Security-Policy"]
+    policy = run_on_stage(run)["Content-Security-Policy"]
     for item in ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"):
         assert item in policy.split("; ")
     assert "unsafe" not in policy
@@ -343,7 +347,7 @@ def test_kill_order_is_refused_for_an_engine_started_elsewhere() -> None:
             assert answer.status == 400
             assert "no controller" in (await answer.json())["error"]["message"]
 
-    on_stage(run)
+    run_on_stage(run)
 
 
 def test_playground_sends_the_client_key() -> None:
@@ -368,7 +372,7 @@ def test_playground_sends_the_client_key() -> None:
         await runner.cleanup()
         return result
 
-    assert on_stage(run) == ("Bearer sk-1", "4013"), "the operators' key goes nowhere"
+    assert run_on_stage(run) == ("Bearer sk-1", "4013"), "the operators' key goes nowhere"
 
 
 def test_slow_emulation_machine_is_reported_on_the_page() -> None:
@@ -381,7 +385,7 @@ def test_slow_emulation_machine_is_reported_on_the_page() -> None:
         settings: Any = SimpleNamespace(mock_engines=False)
         return message, [*notices(made.core, settings)]
 
-    text, shown = on_stage(run)
+    text, shown = run_on_stage(run)
     assert text["slowdown"] == pytest.approx(4.2)
     assert shown[0] == text["notices"][0]
     assert shown[0].startswith("this machine computes 4.2 times slower than the GPUs it stands for")

@@ -73,7 +73,7 @@ def test_goodput_balance_beats_round_robin_on_different_combos() -> None:
     assert weighted < plain
 
 
-def chosen(
+def chosen_deployments(
     rate_per_s: float, goodputs: programs.Goodputs, prices: dict[str, float]
 ) -> dict[str, programs.Deployed]:
     factory = programs.factory_of(LOADS[2], rate_per_s, goodputs, prices)
@@ -100,7 +100,7 @@ def test_no_cauchy_program_costs_less_than_the_minimum_cost_one(rates: list[floa
     goodputs = dict(
         zip(programs.candidates(), zip(programs.candidates().values(), rates, strict=True), strict=True)
     )
-    found = chosen(demand, goodputs, cauchy.PRICES_USD_PER_H)
+    found = chosen_deployments(demand, goodputs, cauchy.PRICES_USD_PER_H)
     assert all(found["MC-LP"].usd_per_h <= item.usd_per_h + 1e-6 for item in found.values())
     assert all(item.goodput_per_s >= demand - 1e-6 for item in found.values())
 

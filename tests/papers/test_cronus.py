@@ -29,7 +29,7 @@ MADE_UP = cronus.synthetic_requests(seed=3)
 
 
 @pytest.fixture(scope="module")
-def first() -> CronusMeasured:
+def first_setting() -> CronusMeasured:
     """The first setting, A100+A10 with Llama. With fewer requests the way up and down would be most of the run."""
     return measure(MADE_UP, settings=SETTINGS[:1])
 
@@ -65,23 +65,23 @@ def test_generated_cronus_requests_have_the_printed_means_and_depend_only_on_the
     assert (one.prompt_tokens != other.prompt_tokens).any()
 
 
-def test_cronus_throughput_order_is_reproduced_except_for_the_pipeline(first: CronusMeasured) -> None:
+def test_cronus_throughput_order_is_reproduced_except_for_the_pipeline(first_setting: CronusMeasured) -> None:
     """DP and Cronus are within 2 % of each other in the paper; requests that are made up may turn them round."""
-    assert order_inversions(first, without=PP, tie=0.05) == 0
+    assert order_inversions(first_setting, without=PP, tie=0.05) == 0
 
 
-def test_cronus_latency_changes_have_the_published_sign(first: CronusMeasured) -> None:
+def test_cronus_latency_changes_have_the_published_sign(first_setting: CronusMeasured) -> None:
     """But for PP's TTFT and H-L's TBT, which hang on a pipeline and an A10 that are faster here than in the paper."""
     for metric, other, low, _ in CLAIMS:
         if low in ("", "A10") and (metric, other) not in (("tbt", HIGH_LOW), ("ttft", PP)):
-            assert (largest_reduction(first, metric, other, "A10") or 0.0) > 0, (metric, other)
+            assert (largest_reduction(first_setting, metric, other, "A10") or 0.0) > 0, (metric, other)
     name = SETTINGS[0].name
-    assert (first.reduction(name, "easy", "ttft", HIGH_LOW) or 0.0) < 0
-    assert (first.reduction(name, "easy", "tbt", LOW_HIGH) or 0.0) < 0
+    assert (first_setting.reduction(name, "easy", "ttft", HIGH_LOW) or 0.0) < 0
+    assert (first_setting.reduction(name, "easy", "tbt", LOW_HIGH) or 0.0) < 0
 
 
-def test_every_cronus_row_has_a_figure_beside_the_published_one(first: CronusMeasured) -> None:
-    result = rows(first, MADE_UP)
+def test_every_cronus_row_has_a_figure_beside_the_published_one(first_setting: CronusMeasured) -> None:
+    result = rows(first_setting, MADE_UP)
     assert all(np.isfinite(row.ours) and row.ours != 0 for row in result)
     table = [row for row in result if row.experiment == "Table 2"]
     assert [row.published for row in table] == list(SETTINGS[0].published_per_s.values())

@@ -121,30 +121,32 @@ HEAD = "model,GPU,TP size,ISL,OSL,max concurrency,mean_ttft_ms,TPOT (ms)"
 ROW = "Llama-3.1-8B,H100-SXM,2,1000,200,16,120,9.5"
 
 
-def written(folder: Path, text: str, name: str = "runs.csv") -> Path:
+def write_table(folder: Path, text: str, name: str = "runs.csv") -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
 
 
 def test_run_table_is_read_under_alternative_column_names(tmp_path: Path) -> None:
-    (run,) = read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n")).runs
+    (run,) = read_runs(write_table(tmp_path, f"{HEAD}\n{ROW}\n")).runs
     assert (run.model, run.gpu, run.tp, run.concurrency) == ("Llama-3.1-8B", "H100-SXM", 2, 16)
     assert (run.ttft_s, run.tpot_s) == pytest.approx((0.12, 0.0095))
     assert run.requests_per_s == pytest.approx(16 / (0.12 + 199 * 0.0095))
 
 
-def same(tmp_path: Path, runs: tuple[MeasuredRun, ...]) -> None:
-    assert runs == read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n")).runs
+def assert_equal_runs(tmp_path: Path, runs: tuple[MeasuredRun, ...]) -> None:
+    assert runs == read_runs(write_table(tmp_path, f"{HEAD}\n{ROW}\n")).runs
 
 
 def test_run_tables_in_json_formats_equal_the_csv_table(tmp_path: Path) -> None:
     row = dict(zip(HEAD.split(","), ROW.split(","), strict=True))
-    same(tmp_path, read_runs(written(tmp_path, json.dumps([row]), "runs.json")).runs)
-    same(tmp_path, read_runs(written(tmp_path, json.dumps({"runs": [row]}), "runs.json")).runs)
-    same(tmp_path, read_runs(written(tmp_path, json.dumps(row) + "\n", "runs.jsonl")).runs)
+    assert_equal_runs(tmp_path, read_runs(write_table(tmp_path, json.dumps([row]), "runs.json")).runs)
+    assert_equal_runs(
+        tmp_path, read_runs(write_table(tmp_path, json.dumps({"runs": [row]}), "runs.json")).runs
+    )
+    assert_equal_runs(tmp_path, read_runs(write_table(tmp_path, json.dumps(row) + "\n", "runs.jsonl")).runs)
     (tmp_path / "runs.csv.gz").write_bytes(gzip.compress(f"{HEAD}\n{ROW}\n".encode()))
-    same(tmp_path, read_runs(tmp_path / "runs.csv.gz").runs)
+    assert_equal_runs(tmp_path, read_runs(tmp_path / "runs.csv.gz").runs)
 
 
 def test_parquet_run_table_equals_the_csv_table(tmp_path: Path) -> None:
@@ -153,12 +155,12 @@ def test_parquet_run_table_equals_the_csv_table(tmp_path: Path) -> None:
 
     row = dict(zip(HEAD.split(","), ROW.split(","), strict=True))
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "runs.parquet")
-    same(tmp_path, read_runs(tmp_path / "runs.parquet").runs)
+    assert_equal_runs(tmp_path, read_runs(tmp_path / "runs.parquet").runs)
 
 
 def test_run_table_with_output_throughput_needs_no_times(tmp_path: Path) -> None:
     text = "model,gpu,input_tokens,output_tokens,concurrency,output_throughput\nPhi-4,A100-80,500,100,8,400\n"
-    (run,) = read_runs(written(tmp_path, text)).runs
+    (run,) = read_runs(write_table(tmp_path, text)).runs
     assert run.requests_per_s == pytest.approx(4.0)
     assert run.ttft_s is None
     assert run.tpot_s is None
@@ -166,7 +168,7 @@ def test_run_table_with_output_throughput_needs_no_times(tmp_path: Path) -> None
 
 def test_incomplete_run_rows_are_counted_and_duplicates_are_read_once(tmp_path: Path) -> None:
     lacking = "Llama-3.1-8B,H100-SXM,2,1000,200,,120,9.5"
-    table = read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n{ROW}\n{lacking}\n"))
+    table = read_runs(write_table(tmp_path, f"{HEAD}\n{ROW}\n{ROW}\n{lacking}\n"))
     assert (len(table.runs), table.left_out) == (1, 1)
 
 
@@ -183,7 +185,7 @@ def test_incomplete_run_rows_are_counted_and_duplicates_are_read_once(tmp_path: 
 )
 def test_invalid_run_table_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InputError) as error:
-        read_runs(written(tmp_path, text))
+        read_runs(write_table(tmp_path, text))
     assert str(error.value).startswith(said)
     assert "\n" not in str(error.value)
 
@@ -193,14 +195,14 @@ def test_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"runs\.csv"):
         read_runs(tmp_path / "runs.csv")
     with pytest.raises(InputError, match="one for each run"):
-        read_runs(written(tmp_path, '"text"', "runs.json"))
+        read_runs(write_table(tmp_path, '"text"', "runs.json"))
 
 
 QUIET = BenchClient(burst=0.0, ahead=0.0, request_s=0.0)
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearTimer:
     base_s: float = 8e-3
     token_s: float = 2e-5
 
@@ -212,7 +214,9 @@ class Line:
         return np.where(batch.tokens > 0, self.base_s + self.token_s * batch.tokens, 0.0)
 
 
-def stepped(timer: Line, open_requests: int, new: int, out: int, budget: int, waves: int) -> float:
+def stepped_throughput(
+    timer: LinearTimer, open_requests: int, new: int, out: int, budget: int, waves: int
+) -> float:
     """Requests a second of an engine that is stepped through, once its start is over."""
     waiting, decoding, now, ended = deque([new] * open_requests), [], 0.0, []
     while len(ended) < waves * open_requests:
@@ -239,15 +243,15 @@ def stepped(timer: Line, open_requests: int, new: int, out: int, budget: int, wa
     ("open_requests", "new", "out"), [(4, 900, 200), (32, 900, 200), (64, 300, 100), (16, 3000, 60)]
 )
 def test_served_throughput_equals_that_of_a_stepped_engine(open_requests: int, new: int, out: int) -> None:
-    timer, budget = Line(), 2048
-    truth = stepped(timer, open_requests, new, out, budget, 12)
+    timer, budget = LinearTimer(), 2048
+    truth = stepped_throughput(timer, open_requests, new, out, budget, 12)
     result = served(run_work(timer, 1, open_requests, new, out, 10_000, budget), NO_HOST, QUIET)
     assert result.requests_per_s[0] == pytest.approx(truth, rel=0.08)
 
 
 works = st.builds(
-    run_work, st.just(Line()), st.integers(1, 80), st.integers(1, 200), st.integers(1, 6000), st.integers(2, 600),
-    st.integers(1, 300),
+    run_work, st.just(LinearTimer()), st.integers(1, 80), st.integers(1, 200), st.integers(1, 6000),
+    st.integers(2, 600), st.integers(1, 300),
 )  # fmt: skip
 
 
@@ -292,7 +296,7 @@ def test_host_added_to_timed_work_equals_a_host_timed_at_once(
 
 
 def test_runs_served_together_equal_runs_served_alone() -> None:
-    first, second = run_work(Line(), 8, 4, 500, 100, 50), run_work(Line(), 8, 40, 900, 20, 10)
+    first, second = run_work(LinearTimer(), 8, 4, 500, 100, 50), run_work(LinearTimer(), 8, 40, 900, 20, 10)
     both = served(together([first, second]), DEFAULT_HOST, QUIET)
     alone = [served(item, DEFAULT_HOST, QUIET).ttft_s[0] for item in (first, second)]
     assert both.ttft_s == pytest.approx(alone)

@@ -33,7 +33,7 @@ FINE = [s.gpu for s in bundled().gpus if s.gemm and not s.coarse]
 BARE = Gpu("NewChip", 200.0, 48.0, 1000.0)
 
 
-def without(gpu: str) -> Calibration:
+def calibration_without(gpu: str) -> Calibration:
     full = bundled()
     kept = tuple(s for s in full.gpus if s.gpu != gpu)
     return replace(full, gpus=kept, specs=tuple(s for s in full.specs if s.name != gpu))
@@ -137,7 +137,10 @@ def test_measured_gpu_uses_its_own_figures(name: str) -> None:
 @pytest.mark.parametrize("name", FINE)
 def test_transferred_figures_are_near_the_measured_ones(name: str) -> None:
     """Each measured GPU as if it had not been: compute within 40 %, bandwidth within 40 %, no surface."""
-    own, carried = curves_for(gpus.gpu(name), bundled()), curves_for(gpus.gpu(name), without(name))
+    own, carried = (
+        curves_for(gpus.gpu(name), bundled()),
+        curves_for(gpus.gpu(name), calibration_without(name)),
+    )
     assert carried.confidence != "measured"
     assert carried.gemm_residual is carried.prefill_residual is carried.decode_residual is None
     assert carried.gemm.compute == pytest.approx(own.gemm.compute, rel=0.4)

@@ -34,7 +34,7 @@ from potluck.perf.timers.roofline import roofline
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearTimer:
     """A timer whose steps cost base + token * tokens + context * (decode context and cached)."""
 
     base_s: float = 5e-3
@@ -53,7 +53,7 @@ class Line:
         return np.where(batch.tokens > 0, time, 0.0)
 
 
-def by_hand(timer: Line, tokens_in: int, tokens_out: int, batch: int) -> tuple[float, float, float]:
+def by_hand(timer: LinearTimer, tokens_in: int, tokens_out: int, batch: int) -> tuple[float, float, float]:
     """(rate, TPOT, TTFT) of a mixed replica with so many decodes, from the definition."""
     context = tokens_in + tokens_out / 2
     wanted, room = batch * tokens_in / tokens_out, max(CHUNK_TOKENS - batch, 1)
@@ -76,7 +76,7 @@ def by_hand(timer: Line, tokens_in: int, tokens_out: int, batch: int) -> tuple[f
     return batch / (tokens_out * tpot), tpot, wait + sum(step(own, turn * own) for turn in range(turns))
 
 
-def scan(timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None) -> float:
+def best_of_scan(timer: LinearTimer, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None) -> float:
     best = 0.0
     for batch in range(1, min(memory, MAX_BATCH) + 1):
         rate, tpot, ttft = by_hand(timer, tokens_in, tokens_out, batch)
@@ -86,7 +86,7 @@ def scan(timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | N
 
 
 timers = st.builds(
-    Line,
+    LinearTimer,
     st.floats(1e-3, 3e-2),
     st.floats(1e-6, 1e-4),
     st.floats(1e-9, 1e-7),
@@ -100,11 +100,11 @@ slos = st.none() | st.builds(Slo, st.floats(0.02, 3.0), st.floats(0.005, 0.2))
 @settings(max_examples=40)
 @given(timers, st.integers(1, 6000), st.integers(1, 2000), st.integers(0, 2000), slos)
 def test_best_operating_point_equals_a_full_scan(
-    timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None
+    timer: LinearTimer, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None
 ) -> None:
     """The grid grows by an eighth at most, so no more than an eighth is lost between its points."""
     result = best_operating(timer, tokens_in, tokens_out, memory, slo)
-    truth = scan(timer, tokens_in, tokens_out, memory, slo)
+    truth = best_of_scan(timer, tokens_in, tokens_out, memory, slo)
     if result is None:
         assert truth == 0.0
         return
@@ -120,7 +120,7 @@ def test_best_operating_point_equals_a_full_scan(
 @pytest.mark.parametrize("largest", range(20, MAX_BATCH, 67))
 def test_best_batch_is_within_an_eighth_of_the_objective_limit(largest: int) -> None:
     """The rate is proportional to the batch, and TPOT allows exactly this one."""
-    timer = Line(token_s=0.0, context_s=0.0, crowd_s=1e-12)
+    timer = LinearTimer(token_s=0.0, context_s=0.0, crowd_s=1e-12)
     result = best_operating(timer, 10, 10, 10 * MAX_BATCH, Slo(10.0, 5e-3 + 1e-12 * (largest + 0.5) ** 2))
     assert result is not None
     assert largest / 1.125 <= result.batch <= largest
@@ -128,7 +128,7 @@ def test_best_batch_is_within_an_eighth_of_the_objective_limit(largest: int) -> 
 
 @given(timers, st.integers(1, 4000), st.integers(1, 1000), st.integers(1, 1500), slos, st.floats(1.0, 5.0))
 def test_looser_objective_never_lowers_the_best_rate(
-    timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None, factor: float
+    timer: LinearTimer, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None, factor: float
 ) -> None:
     loose = None if slo is None else Slo(slo.ttft_s * factor, slo.tpot_s * factor)
     tight_rate = rate_of(best_operating(timer, tokens_in, tokens_out, memory, slo))
@@ -142,19 +142,19 @@ def rate_of(operating_point: OperatingPoint | None) -> float:
 
 LIMITS = [
     # timer, memory, slo, limit: what stops the replica
-    (Line(), 100, None, "memory"),
-    (Line(), 100, Slo(100.0, 100.0), "memory"),
-    (Line(), 10 * MAX_BATCH, None, "batch"),
-    (Line(), 10 * MAX_BATCH, Slo(100.0, 0.02), "tpot"),
-    (Line(), 10 * MAX_BATCH, Slo(0.02, 100.0), "ttft"),
-    (Line(crowd_s=1e-4), 10 * MAX_BATCH, None, "compute"),
-    (Line(crowd_s=1e-4), 10 * MAX_BATCH, Slo(100.0, 100.0), "compute"),
+    (LinearTimer(), 100, None, "memory"),
+    (LinearTimer(), 100, Slo(100.0, 100.0), "memory"),
+    (LinearTimer(), 10 * MAX_BATCH, None, "batch"),
+    (LinearTimer(), 10 * MAX_BATCH, Slo(100.0, 0.02), "tpot"),
+    (LinearTimer(), 10 * MAX_BATCH, Slo(0.02, 100.0), "ttft"),
+    (LinearTimer(crowd_s=1e-4), 10 * MAX_BATCH, None, "compute"),
+    (LinearTimer(crowd_s=1e-4), 10 * MAX_BATCH, Slo(100.0, 100.0), "compute"),
 ]
 
 
 @pytest.mark.parametrize(("timer", "memory", "slo", "limit"), LIMITS)
 def test_limit_of_the_best_operating_point_is_named(
-    timer: Line, memory: int, slo: Slo | None, limit: str
+    timer: LinearTimer, memory: int, slo: Slo | None, limit: str
 ) -> None:
     result = best_operating(timer, 200, 200, memory, slo)
     assert result is not None
@@ -166,14 +166,14 @@ def test_limit_of_the_best_operating_point_is_named(
 
 
 @dataclass(frozen=True)
-class Waves(Line):
+class WaveTimer(LinearTimer):
     def step_s(self, batch: StepBatch) -> Floats:
         return np.where(batch.tokens > 0, 5e-3 * np.ceil(batch.decodes / 64) ** 0.9, 0.0)
 
 
 def test_local_dip_in_the_rate_does_not_hide_the_tpot_limit() -> None:
     """At 64 a wave is full and 65 serves less, but 128 would serve more: TPOT is what stops it there."""
-    result = best_operating(Waves(), 200, 200, 1000, Slo(100.0, 6e-3), "decode")
+    result = best_operating(WaveTimer(), 200, 200, 1000, Slo(100.0, 6e-3), "decode")
     assert result is not None
     assert result.batch <= 64
     assert result.limit == "tpot"
@@ -181,7 +181,7 @@ def test_local_dip_in_the_rate_does_not_hide_the_tpot_limit() -> None:
 
 @pytest.mark.parametrize("role", ["mixed", "prefill", "decode"])
 def test_no_operating_point_exists_without_memory_for_a_request(role: Role) -> None:
-    assert best_operating(Line(), 100, 100, 0, None, role) is None
+    assert best_operating(LinearTimer(), 100, 100, 0, None, role) is None
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,13 @@ def test_no_operating_point_exists_without_memory_for_a_request(role: Role) -> N
 )
 def test_no_operating_point_exists_for_an_impossible_objective(role: Role, slo: Slo) -> None:
     """A step takes 5 ms at least."""
-    assert best_operating(Line(), 100, 100, 50, slo, role) is None
+    assert best_operating(LinearTimer(), 100, 100, 50, slo, role) is None
 
 
 @pytest.mark.parametrize(("ttft_s", "prompts"), [(1.0, 8), (0.1, 4), (0.03, 1)])
 def test_prefill_replica_batches_prompts_within_budget_and_ttft(ttft_s: float, prompts: int) -> None:
     """As many as its budget has room for, and as leave the first token in time."""
-    result = best_operating(Line(), 1000, 300, 50, Slo(ttft_s, 1e-9), "prefill")
+    result = best_operating(LinearTimer(), 1000, 300, 50, Slo(ttft_s, 1e-9), "prefill")
     assert result is not None
     assert result.batch == prompts
     assert result.ttft_s == pytest.approx(5e-3 + 2e-5 * 1000 * prompts)
@@ -209,7 +209,7 @@ def test_prefill_replica_batches_prompts_within_budget_and_ttft(ttft_s: float, p
 
 
 def test_prompt_beyond_the_token_budget_is_prefilled_in_chunks() -> None:
-    result = best_operating(Line(), STEP_TOKENS + 100, 300, 50, None, "prefill")
+    result = best_operating(LinearTimer(), STEP_TOKENS + 100, 300, 50, None, "prefill")
     assert result is not None
     chunks_s = 2 * 5e-3 + 2e-5 * (STEP_TOKENS + 100) + 2e-8 * 100 * STEP_TOKENS
     assert 1 / result.requests_per_s == result.ttft_s == pytest.approx(chunks_s)
@@ -217,7 +217,7 @@ def test_prompt_beyond_the_token_budget_is_prefilled_in_chunks() -> None:
 
 @given(timers, st.integers(2, 4000), st.integers(2, 1000), st.integers(1, 500))
 def test_whole_chunks_cost_no_less_than_evenly_spread_tokens(
-    timer: Line, tokens_in: int, tokens_out: int, batch: int
+    timer: LinearTimer, tokens_in: int, tokens_out: int, batch: int
 ) -> None:
     """Steps here are linear in tokens, so when a chunk takes is all the same but for its context."""
     here = mixed_steps(replace(timer, context_s=0.0), np.array([float(batch)]), tokens_in, tokens_out)
@@ -230,7 +230,7 @@ def test_whole_chunks_cost_no_less_than_evenly_spread_tokens(
 
 
 def test_decode_replica_does_no_prefill() -> None:
-    result, mixed = (best_operating(Line(), 1000, 300, 64, None, role) for role in ("decode", "mixed"))
+    result, mixed = (best_operating(LinearTimer(), 1000, 300, 64, None, role) for role in ("decode", "mixed"))
     assert result is not None
     assert mixed is not None
     step = 5e-3 + 64 * (2e-5 + 2e-8 * 1150)
@@ -242,7 +242,7 @@ def test_decode_replica_does_no_prefill() -> None:
 
 def test_prompts_beyond_the_token_budget_limit_the_rate_of_a_mixed_replica() -> None:
     """4,000 tokens in, 1 out: however many decode, no more prompts finish than the chunks let through."""
-    result = best_operating(Line(context_s=0.0), 4000, 1, 500, None)
+    result = best_operating(LinearTimer(context_s=0.0), 4000, 1, 500, None)
     assert result is not None
     fastest = CHUNK_TOKENS / (5e-3 + 2e-5 * CHUNK_TOKENS) / 4000
     assert result.chunk_tokens == CHUNK_TOKENS - result.batch

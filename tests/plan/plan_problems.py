@@ -17,7 +17,7 @@ from potluck.plan.templates.placement_table import placement_table_of
 CHAT = ((300, 250, 0.5), (1500, 200, 0.4), (6000, 300, 0.1))
 
 
-def an_ask(
+def a_demand(
     name: str = "chat",
     model: str = "Llama-3.1-8B",
     rate_per_s: float = 5.0,
@@ -46,7 +46,7 @@ def a_problem(
         for name, item in chosen.items()
     )
     return PlanningProblem(
-        asks or (an_ask(),),
+        asks or (a_demand(),),
         regions,
         tuple(types.values()),
         links,
@@ -66,7 +66,7 @@ def pool_problem(pool: Pool, *asks: ModelDemand, headroom: float = 0.8) -> Plann
     regions = tuple(Region(name, tuple(here.values())) for name, here in offers.items())
     types = {node.type.name: node.type for node in pool.nodes}
     return PlanningProblem(
-        asks or (an_ask(),), regions, tuple(types.values()), headroom=headroom, pool=pool, codecs=CODECS
+        asks or (a_demand(),), regions, tuple(types.values()), headroom=headroom, pool=pool, codecs=CODECS
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_problems import a_problem, an_ask
+from plan_problems import a_demand, a_problem
 
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Template
@@ -14,7 +14,7 @@ from potluck.perf.startup import DEFAULT_COSTS
 from potluck.plan.current_problem import TemplateFactories, problem_now, start_share
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
-PROBLEM = a_problem(an_ask(), an_ask("more", rate_per_s=2.0), offers={"east": {"1xL40S": (1.86, 8)}})
+PROBLEM = a_problem(a_demand(), a_demand("more", rate_per_s=2.0), offers={"east": {"1xL40S": (1.86, 8)}})
 
 
 def at_price(usd_per_h: float, available: int = 8) -> tuple[Region, ...]:
@@ -34,7 +34,7 @@ def test_init_penalty_is_startup_time_over_planning_interval() -> None:
         problem_now(PROBLEM, {}, regions=at_price(3.0, 0))
 
 
-def same(some: list[Template], others: list[Template]) -> bool:
+def same_templates(some: list[Template], others: list[Template]) -> bool:
     return bool(some) and all(
         template is other_template for template, other_template in zip(some, others, strict=True)
     )
@@ -46,9 +46,11 @@ def test_templates_are_reused_for_the_same_market_and_rebuilt_for_other_prices()
     busier = problem_now(PROBLEM, {"chat": 9.0}, regions=at_price(1.86, 3))
     again = shops.at(busier)
     assert again.problem is busier
-    assert same(again.homogeneous(busier.demands[0]), made)
-    assert not same(shops.at(replace(PROBLEM, regions=at_price(9.0))).homogeneous(PROBLEM.demands[0]), made)
-    assert same(shops.at(PROBLEM).homogeneous(PROBLEM.demands[0]), made), "prices that come back"
+    assert same_templates(again.homogeneous(busier.demands[0]), made)
+    assert not same_templates(
+        shops.at(replace(PROBLEM, regions=at_price(9.0))).homogeneous(PROBLEM.demands[0]), made
+    )
+    assert same_templates(shops.at(PROBLEM).homogeneous(PROBLEM.demands[0]), made), "prices that come back"
 
 
 def test_start_costs_are_separate_from_rent_and_predicted_goodput_is_in_tokens() -> None:

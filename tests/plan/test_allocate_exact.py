@@ -17,7 +17,7 @@ from potluck.plan.allocate.solve import out_of_order, solve
 LIMIT_S = 60.0
 
 
-def agrees(program: FlowProgram) -> str:
+def checked_status(program: FlowProgram) -> str:
     """Solve, recheck and compare; the status."""
     result, best = solve(program, time_limit_s=LIMIT_S), reference(program)
     assert out_of_order(program, result) == []
@@ -47,13 +47,13 @@ def agrees(program: FlowProgram) -> str:
 
 @pytest.mark.parametrize("block", range(2))
 def test_closed_programs_equal_the_reference_model(block: int) -> None:
-    seen = [agrees(random_closed(seed)) for seed in range(10 * block, 10 * block + 10)]
+    seen = [checked_status(random_closed(seed)) for seed in range(10 * block, 10 * block + 10)]
     assert {"optimal", "infeasible"} <= set(seen)
 
 
 @pytest.mark.parametrize("block", range(3))
 def test_general_programs_equal_the_reference_model(block: int) -> None:
-    seen = [agrees(random_flow(seed)) for seed in range(10 * block, 10 * block + 10)]
+    seen = [checked_status(random_flow(seed)) for seed in range(10 * block, 10 * block + 10)]
     assert {"optimal", "infeasible"} <= set(seen)
 
 
@@ -66,7 +66,7 @@ def test_general_programs_equal_the_reference_model(block: int) -> None:
 def test_ordered_programs_equal_the_reference_model(seed: int) -> None:
     plain = random_flow(seed)
     program = replace(plain, models=tuple(replace(model, ordered=True) for model in plain.models))
-    agrees(program)
+    checked_status(program)
 
 
 @pytest.mark.parametrize("block", range(2))
@@ -84,22 +84,22 @@ def test_complexity_weights_affect_the_choice_but_not_the_budget(block: int) -> 
             )
             for model in plain.models
         )
-        seen.append(agrees(replace(plain, models=models)))
+        seen.append(checked_status(replace(plain, models=models)))
     assert "optimal" in seen
 
 
 @pytest.mark.parametrize("seed", [6087, 7025])
 def test_infeasible_programs_that_highs_misjudges_are_reported_as_infeasible(seed: int) -> None:
     """With probing in presolve HiGHS calls a worse fraction optimal, and in the other ends in an error."""
-    assert agrees(random_closed(seed)) == "infeasible"
+    assert checked_status(random_closed(seed)) == "infeasible"
 
 
 def test_plan_whose_counts_are_integer_only_within_tolerance_is_valid() -> None:
     """The cheapest plan of HiGHS runs 1.0000008 copies."""
-    assert agrees(random_flow(20745)) == "optimal"
+    assert checked_status(random_flow(20745)) == "optimal"
 
 
-def tiny(seed: int) -> FlowProgram:
+def tiny_program(seed: int) -> FlowProgram:
     """Two demands, two templates each, one region, at most three nodes of a type."""
     rng = np.random.default_rng(seed)
     node_supply = NodeSupply(("here",), ("a", "b"), rng.uniform(1, 4, (1, 2)), rng.integers(1, 4, (1, 2)))
@@ -117,7 +117,7 @@ def tiny(seed: int) -> FlowProgram:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_tiny_programs_equal_brute_force_enumeration(seed: int) -> None:
-    program = tiny(seed)
+    program = tiny_program(seed)
     columns = [ColumnKey(d, t, 0) for d in range(2) for t in range(2)]
     best = np.inf
     for counts in itertools.product(range(4), repeat=4):

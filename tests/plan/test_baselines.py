@@ -7,7 +7,7 @@ from itertools import product
 from math import ceil
 
 import pytest
-from plan_problems import a_problem, an_ask, pool_problem
+from plan_problems import a_demand, a_problem, pool_problem
 from search_pools import catalog_node
 
 from potluck.core.errors import InputError
@@ -24,7 +24,7 @@ ONE_LENGTH = ((1200, 200, 1.0),)
 OFFERS = {"home": {"2xL4": (1.6, 9), "4xA10G": (4.1, 9), "1xL40S": (1.9, 9)}}
 
 
-def planned(problem: PlanningProblem, strategy: str) -> Plan:
+def verified_plan(problem: PlanningProblem, strategy: str) -> Plan:
     plan = STRATEGIES[strategy](
         TemplateFactory(problem), SolveSettings(time_limit_s=8.0, gap_target=0.0)
     ).plan
@@ -50,7 +50,7 @@ def degrees(problem: PlanningProblem, node: str) -> list[int]:
 
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Llama-2-13B"])
 def test_vllm_dp_uses_the_smallest_fitting_tp_degree_at_the_cheapest_counts(model: str) -> None:
-    ask = an_ask("m", model, 9.0, Slo(3.0, 0.1), ONE_LENGTH)
+    ask = a_demand("m", model, 9.0, Slo(3.0, 0.1), ONE_LENGTH)
     problem = a_problem(ask, offers=OFFERS)
     rates = {}
     for node in OFFERS["home"]:
@@ -58,7 +58,7 @@ def test_vllm_dp_uses_the_smallest_fitting_tp_degree_at_the_cheapest_counts(mode
             (tp, rate) for tp in degrees(problem, node) if (rate := per_s(problem, node, "mixed", tp)) > 0
         ]
         rates.update({node: able[0]} if able else {})
-    plan = planned(problem, "vllm-dp")
+    plan = verified_plan(problem, "vllm-dp")
     for template in plan.templates:
         (node,) = template.node_counts
         assert {(r.role, r.layout.stages[0].nodes[0].tp) for r in template.replicas} == {
@@ -71,12 +71,12 @@ def test_vllm_dp_uses_the_smallest_fitting_tp_degree_at_the_cheapest_counts(mode
     usd = [sum(n * OFFERS["home"][node][0] for n, node in zip(c, rates, strict=True)) for c in enough]
     assert plan.fraction == 1.0
     assert plan.cost_usd_per_h == pytest.approx(min(usd))
-    assert planned(problem, "auto").cost_usd_per_h <= plan.cost_usd_per_h + 1e-6
+    assert verified_plan(problem, "auto").cost_usd_per_h <= plan.cost_usd_per_h + 1e-6
 
 
 def test_distserve_uses_one_node_type_with_the_best_degree_per_phase() -> None:
     """Nodes of one kind by hand; any two kinds together, which `prfaas` may have, are cheaper here."""
-    ask = an_ask("m", "Llama-3.1-8B", 20.0, Slo(3.0, 0.1), ONE_LENGTH)
+    ask = a_demand("m", "Llama-3.1-8B", 20.0, Slo(3.0, 0.1), ONE_LENGTH)
     offers = {"home": {"1xL40S": (1.9, 40), "1xH100-SXM": (6.0, 40), "1xA10G": (1.0, 40)}}
     problem = a_problem(ask, offers=offers)
     usd = []
@@ -87,17 +87,17 @@ def test_distserve_uses_one_node_type_with_the_best_degree_per_phase() -> None:
         ]
         if min(rates) > 0:
             usd.append(price * sum(ceil(20.0 / rate) for rate in rates))
-    plan = planned(problem, "distserve")
+    plan = verified_plan(problem, "distserve")
     assert len(plan.nodes) == 1
     assert {replica.role for t in plan.templates for replica in t.replicas} == {"prefill", "decode"}
     assert plan.cost_usd_per_h == pytest.approx(min(usd))
-    assert planned(problem, "auto").cost_usd_per_h <= planned(problem, "prfaas").cost_usd_per_h
-    assert planned(problem, "prfaas").cost_usd_per_h < plan.cost_usd_per_h
+    assert verified_plan(problem, "auto").cost_usd_per_h <= verified_plan(problem, "prfaas").cost_usd_per_h
+    assert verified_plan(problem, "prfaas").cost_usd_per_h < plan.cost_usd_per_h
 
 
 def test_distserve_divides_one_server_between_prefill_and_decode() -> None:
-    problem = pool_problem(uniform_pool([catalog_node("a", "A100", 8)], 40.0), an_ask(rate_per_s=4.0))
-    plan = planned(problem, "distserve")
+    problem = pool_problem(uniform_pool([catalog_node("a", "A100", 8)], 40.0), a_demand(rate_per_s=4.0))
+    plan = verified_plan(problem, "distserve")
     assert plan.fraction == 1.0
     assert {replica.role for t in plan.templates for replica in t.replicas} == {"prefill", "decode"}
 
@@ -106,10 +106,10 @@ def test_hexgen_serves_a_model_over_two_gpu_types_when_neither_holds_it_alone() 
     """13B in 16 bits on two cards of 24 GB: one pipeline, which serves requests whole."""
     machines = [catalog_node("a", "A5000", 1), catalog_node("b", "RTX3090Ti", 1)]
     problem = pool_problem(
-        uniform_pool(machines, 40.0), an_ask("m", "Llama-2-13B", 0.5, Slo(3.0, 0.1), ONE_LENGTH)
+        uniform_pool(machines, 40.0), a_demand("m", "Llama-2-13B", 0.5, Slo(3.0, 0.1), ONE_LENGTH)
     )
-    assert planned(problem, "vllm-dp").fraction == planned(problem, "distserve").fraction == 0.0
-    plan = planned(problem, "hexgen")
+    assert verified_plan(problem, "vllm-dp").fraction == verified_plan(problem, "distserve").fraction == 0.0
+    plan = verified_plan(problem, "hexgen")
     assert plan.fraction == 1.0
     (replica,) = plan.templates[0].replicas
     assert replica.role == "mixed"

@@ -57,11 +57,13 @@ def test_priced_column_with_thin_network_cards_earns_its_maximum(seed: int) -> N
         first, earned = int(pricer.first_bin[m]), pricer.earnings(m, duals)
         for t in range(len(model.uses)):
             for r in range(regions):
-                best = _earned(program, model, t, duals, first, r)
+                best = _best_earnings(program, model, t, duals, first, r)
                 assert earned[t, r] == pytest.approx(best, rel=1e-6, abs=1e-6)
 
 
-def _earned(program: FlowProgram, model: ModelColumns, t: int, duals: Duals, first: int, r: int) -> float:
+def _best_earnings(
+    program: FlowProgram, model: ModelColumns, t: int, duals: Duals, first: int, r: int
+) -> float:
     """The best use of a copy's time, as the linear program that it is."""
     value, rows = [], [[], [], []]
     for b, bucket in enumerate(model.buckets):
@@ -94,7 +96,7 @@ def _earned(program: FlowProgram, model: ModelColumns, t: int, duals: Duals, fir
     return -answer.objective
 
 
-def two_sides(card_bits_per_s: float) -> FlowProgram:
+def prefill_decode_program(card_bits_per_s: float) -> FlowProgram:
     """A prefill and a decode template of ten requests a second each, 1 Gbit of KV a request."""
     model = ModelColumns(
         "m",
@@ -113,7 +115,7 @@ def two_sides(card_bits_per_s: float) -> FlowProgram:
 def test_thin_network_cards_raise_the_node_count_or_make_the_program_infeasible(
     gbps: float, nodes: int
 ) -> None:
-    result = solve(two_sides(gbps * 1e9), time_limit_s=LIMIT_S)
+    result = solve(prefill_decode_program(gbps * 1e9), time_limit_s=LIMIT_S)
     assert result.found == bool(nodes)
     if nodes:
         assert result.cost_usd_per_h == pytest.approx(nodes)
@@ -123,7 +125,7 @@ def test_thin_network_cards_raise_the_node_count_or_make_the_program_infeasible(
 
 
 def test_model_columns_refuse_network_card_rates_that_are_not_positive() -> None:
-    model = two_sides(1e9).models[0]
+    model = prefill_decode_program(1e9).models[0]
     with pytest.raises(InputError, match="cards"):
         replace(model, sends_bits_per_s=np.zeros(2))
     with pytest.raises(InputError, match="cards"):

@@ -19,7 +19,7 @@ from potluck.plan.verify import retimed, verify
 USD_PER_H = {"H800": 2.69, "A800-PCIe": 1.19, "H20": 1.50}  # Of one GPU: the paper's Table 1.
 
 
-def an_ask(
+def a_demand(
     rate_per_s: float = 6.4, lengths: tuple[int, int] = (1155, 77), model: str = "Llama-3.1-8B"
 ) -> ModelDemand:
     traffic = Traffic("m", rate_per_s, (LengthBin(*lengths, 1.0),))
@@ -36,7 +36,7 @@ def a_fleet(demand: ModelDemand, gpus: int = 1, available: int = 8) -> PlanningP
 
 @pytest.mark.parametrize("lengths", [(1155, 77), (315, 322), (122, 2700)])
 def test_cauchy_pairs_are_ranked_by_equation_15_in_their_better_direction(lengths: tuple[int, int]) -> None:
-    item = an_ask(lengths=lengths)
+    item = a_demand(lengths=lengths)
     factory = TemplateFactory(a_fleet(item))
     result = factory.ranked(item)
     model = CauchyModel.from_model(item.model)
@@ -62,14 +62,14 @@ def test_cauchy_pairs_are_ranked_by_equation_15_in_their_better_direction(length
 
 
 def test_cauchy_ranks_a_model_beyond_the_closed_form_by_served_requests() -> None:
-    item = an_ask(model="GPT-OSS-20B")
+    item = a_demand(model="GPT-OSS-20B")
     result = TemplateFactory(a_fleet(item)).ranked(item)
     assert result
     assert not any(r.printed for r in result)
 
 
 def test_cauchy_combos_form_one_instance_per_phase_and_fill_their_nodes() -> None:
-    item = an_ask()
+    item = a_demand()
     factory = TemplateFactory(a_fleet(item, gpus=8))
     made = gpu_combos(factory.problem, item, factory.ranked(item)[:4], unwritten(item))
     assert made
@@ -84,7 +84,7 @@ def test_cauchy_combos_form_one_instance_per_phase_and_fill_their_nodes() -> Non
 
 
 def test_combo_within_one_node_is_not_limited_by_its_network_card() -> None:
-    item = an_ask()
+    item = a_demand()
     fleet = a_fleet(item, gpus=8)
     thin = replace(fleet, nodes=tuple(replace(node, network_gbps=0.01) for node in fleet.nodes))
     pairs = TemplateFactory(fleet).ranked(item)
@@ -101,7 +101,7 @@ def test_combo_within_one_node_is_not_limited_by_its_network_card() -> None:
 
 def test_cauchy_plan_gap_is_its_distance_from_the_cheapest_combos() -> None:
     """Equation 16 takes an H800 where an A800 would do for less than half; MC-LP is the cheapest."""
-    factory, brief = TemplateFactory(a_fleet(an_ask())), SolveSettings(time_limit_s=10)
+    factory, brief = TemplateFactory(a_fleet(a_demand())), SolveSettings(time_limit_s=10)
     cheapest = STRATEGIES["cauchy-mc"](factory, brief).plan
     assert cheapest.gap <= 1e-6
     for name in ("cauchy", "cauchy-mce"):
@@ -112,7 +112,7 @@ def test_cauchy_plan_gap_is_its_distance_from_the_cheapest_combos() -> None:
 
 
 def test_cauchy_serves_high_demand_with_the_best_ranked_pair() -> None:
-    item = an_ask(rate_per_s=200.0)
+    item = a_demand(rate_per_s=200.0)
     factory = TemplateFactory(a_fleet(item, available=64))
     first = factory.ranked(item)[0]
     assert (first.prefill, first.decode) == ("1xH800", "1xH20")
@@ -125,7 +125,7 @@ def test_cauchy_serves_high_demand_with_the_best_ranked_pair() -> None:
 
 
 def test_running_template_stays_available_when_cauchy_plans_again() -> None:
-    item = an_ask()
+    item = a_demand()
     factory = TemplateFactory(a_fleet(item))
     plan = STRATEGIES["cauchy-mc"](factory, SolveSettings(time_limit_s=10)).plan
     only = plan.deployments[0].template
@@ -138,7 +138,7 @@ def test_running_template_stays_available_when_cauchy_plans_again() -> None:
 def test_cauchy_keeps_the_best_combos_and_reports_the_cut_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    item = an_ask(rate_per_s=40.0)
+    item = a_demand(rate_per_s=40.0)
     whole, few = TemplateFactory(a_fleet(item)), TemplateFactory(a_fleet(item))
     all_of_them = STRATEGIES["cauchy"](whole, SolveSettings(20.0))
     assert whole.shortened_strategies == {}
@@ -153,7 +153,7 @@ def test_cauchy_keeps_the_best_combos_and_reports_the_cut_when_there_are_too_man
 
 
 def test_auto_reports_the_strategies_it_did_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = a_fleet(an_ask())
+    problem = a_fleet(a_demand())
     factory = TemplateFactory(problem)
     STRATEGIES["auto"](factory, SolveSettings(20.0))
     assert factory.shortened_strategies == {}

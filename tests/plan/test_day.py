@@ -9,7 +9,7 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask
+from plan_problems import a_demand, a_problem
 
 from potluck.core.errors import InputError
 from potluck.core.values.service import ModelTerms
@@ -44,7 +44,7 @@ def test_schedule_cycle_equals_the_cheapest_of_all_enumerated_cycles(data: st.Da
 
 
 def test_day_with_two_rate_levels_has_two_steps_that_cost_less_than_a_static_plan() -> None:
-    problem = a_problem(an_ask(rate_per_s=12.0), offers=OFFERS)
+    problem = a_problem(a_demand(rate_per_s=12.0), offers=OFFERS)
     day = schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 2.0}] * 8 + [{"chat": 12.0}] * 4)
     night, noon = sorted(day.steps, key=lambda step: step.rates_per_s["chat"])
     assert (night.from_h, night.hours) == (0.0, 16.0)
@@ -59,7 +59,7 @@ def test_day_with_two_rate_levels_has_two_steps_that_cost_less_than_a_static_pla
 
 
 def test_day_with_a_constant_rate_has_one_step() -> None:
-    problem = a_problem(an_ask(rate_per_s=5.0), offers=OFFERS)
+    problem = a_problem(a_demand(rate_per_s=5.0), offers=OFFERS)
     day = schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 5.0}] * 3)
     (step,) = day.steps
     assert step.hours == 24
@@ -70,7 +70,7 @@ def test_day_with_a_constant_rate_has_one_step() -> None:
 
 
 def test_frontier_plans_keep_their_terms_and_costs_increase() -> None:
-    problem = a_problem(an_ask(rate_per_s=6.0), offers=OFFERS)
+    problem = a_problem(a_demand(rate_per_s=6.0), offers=OFFERS)
     values = (0.0, 0.5, 1.0)
     problems = [(value, with_value(problem, "availability", value, "node"), melange) for value in values]
     points = frontier(problems, SETTINGS, share_templates=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask, pool_problem
+from plan_problems import a_demand, a_problem, pool_problem
 from search_pools import random_pool
 
 from potluck.catalog import models
@@ -49,7 +49,7 @@ def fleets(draw: st.DrawFn) -> PlanningProblem:
         names = draw(st.lists(st.sampled_from(NODES), min_size=1, max_size=3, unique=True))
         offers[region] = {name: (draw(st.floats(0.3, 9.0)), draw(st.integers(1, 4))) for name in names}
     model = draw(st.sampled_from(("Llama-3.1-8B", "Qwen3-32B", "GPT-OSS-20B")))
-    ask = an_ask("chat", model, draw(st.floats(0.2, 4.0)), Slo(draw(st.floats(2.0, 6.0)), 0.12))
+    ask = a_demand("chat", model, draw(st.floats(0.2, 4.0)), Slo(draw(st.floats(2.0, 6.0)), 0.12))
     links = (Link("east", "west", 5.0, 0.02),) if len(offers) == 2 else ()
     return a_problem(ask, offers=offers, links=links)
 
@@ -87,7 +87,7 @@ def test_every_template_runs_on_its_engine_and_engine_limits_never_save_money(
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_pool_groups_use_only_layouts_that_the_engine_runs(engine: EngineName) -> None:
     pool = random_pool(np.random.default_rng(3), 12, ("L4", "A10G", "L40S"))
-    problem = replace(pool_problem(pool, an_ask(rate_per_s=2.0, slo=Slo(3.0, 0.1))), engine=ENGINES[engine])
+    problem = replace(pool_problem(pool, a_demand(rate_per_s=2.0, slo=Slo(3.0, 0.1))), engine=ENGINES[engine])
     known = {ask.name: ask.model for ask in problem.demands}
     for strategy in ("thunderserve", "hexgen", "auto"):
         plan = STRATEGIES[strategy](TemplateFactory(problem), replace(QUICK, time_limit_s=3.0)).plan
@@ -131,7 +131,7 @@ def test_engine_limits_of_each_layout_are_named(layout: Layout, lacking: dict[st
 
 
 def test_recurrent_states_are_transferred_only_between_equal_tp_degrees() -> None:
-    ask = an_ask("chat", HYBRID, 1.0, Slo(6.0, 0.1), ((2000, 200, 1.0),))
+    ask = a_demand("chat", HYBRID, 1.0, Slo(6.0, 0.1), ((2000, 200, 1.0),))
     offers = {"east": {"4xL40S": (8.0, 4), "2xH100": (13.0, 4), "8xL40S": (16.0, 2)}}
     problem = replace(a_problem(ask, offers=offers), engine=ENGINES["vllm"])
     factory = TemplateFactory(problem)
@@ -159,25 +159,27 @@ def _plan(*templates: object) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def wide() -> tuple[PlanningProblem, Plan]:
+def wide_stage_plan() -> tuple[PlanningProblem, Plan]:
     """A problem whose cheapest plan has a stage that two nodes share."""
-    ask = an_ask("chat", "Qwen3-32B", 1.0, Slo(6.0, 0.15), ((1000, 200, 1.0),))
+    ask = a_demand("chat", "Qwen3-32B", 1.0, Slo(6.0, 0.15), ((1000, 200, 1.0),))
     offers = {"east": {"1xL40S": (1.0, 4), "1xA10G": (0.3, 8), "2xL4": (0.5, 8)}}
     problem = a_problem(ask, offers=offers)
     return problem, STRATEGIES["coral"](TemplateFactory(problem), QUICK).plan
 
 
-def test_verify_refuses_a_plan_that_the_engine_cannot_run(wide: tuple[PlanningProblem, Plan]) -> None:
-    problem, plan = wide
+def test_verify_refuses_a_plan_that_the_engine_cannot_run(
+    wide_stage_plan: tuple[PlanningProblem, Plan],
+) -> None:
+    problem, plan = wide_stage_plan
     assert verify(problem, plan) == ()
     violations = verify(replace(problem, engine=ENGINES["vllm"]), plan)
     assert any("which vLLM does not do" in line for line in violations), plan.deployments
 
 
 def test_engine_cost_is_the_saving_of_a_plan_without_engine_limits(
-    wide: tuple[PlanningProblem, Plan],
+    wide_stage_plan: tuple[PlanningProblem, Plan],
 ) -> None:
-    problem, free = wide
+    problem, free = wide_stage_plan
     limited = replace(problem, engine=ENGINES["vllm"])
     factory, outcome, _ = planned_rest(STRATEGIES["coral"], TemplateFactory(limited), QUICK)
     cost = engine_cost(factory, outcome, STRATEGIES["coral"], QUICK, 0.0)
@@ -203,8 +205,8 @@ def test_engine_cost_line_names_ability_saving_and_capable_engines() -> None:
     assert EngineCost("vllm", "vLLM").line == ""
 
 
-def test_plan_file_without_an_engine_is_read_as_vllm(wide: tuple[PlanningProblem, Plan]) -> None:
-    plan = wide[1]
+def test_plan_file_without_an_engine_is_read_as_vllm(wide_stage_plan: tuple[PlanningProblem, Plan]) -> None:
+    plan = wide_stage_plan[1]
     assert plan.engine == "any"
     body = json.loads(plan_to_json(plan))
     assert body["value"].pop("engine") == "any"
@@ -250,7 +252,7 @@ def test_realistic_example_is_planned_for_each_engine(engine: EngineName) -> Non
 )
 def test_unservable_reason_names_the_engine_when_a_model_fits_nowhere(engine: EngineName, words: str) -> None:
     node = "8xL4" if engine == "embedded" else "1xL4"
-    ask = an_ask("documents", "Qwen3-32B", 1.0, Slo(4.0, 0.06), ((1000, 200, 1.0),))
+    ask = a_demand("documents", "Qwen3-32B", 1.0, Slo(4.0, 0.06), ((1000, 200, 1.0),))
     problem = replace(a_problem(ask, offers={"home": {node: (3.0, 1)}}), engine=ENGINES[engine])
     assert words in why_not(problem, "documents")
 
@@ -284,7 +286,7 @@ def test_engine_kind_with_a_single_missing_ability_yields_a_valid_plan() -> None
     kinds = [
         replace(UNLIMITED, engine="vllm", **{name: False}) for name in ("unlike_degrees", "shared_stages")
     ]
-    ask = an_ask("chat", "Qwen3-32B", 1.0, Slo(6.0, 0.15), ((1000, 200, 1.0),))
+    ask = a_demand("chat", "Qwen3-32B", 1.0, Slo(6.0, 0.15), ((1000, 200, 1.0),))
     offers = {"east": {"1xL40S": (1.0, 4), "1xA10G": (0.3, 8), "2xL4": (0.5, 8)}}
     for kind in kinds:
         assert isinstance(kind, EngineKind)

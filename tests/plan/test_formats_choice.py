@@ -10,7 +10,7 @@ from json import dumps
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask
+from plan_problems import a_demand, a_problem
 
 from potluck.catalog import models
 from potluck.cli.engine.emulate import mock_model
@@ -36,18 +36,18 @@ FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
 ROOMY: dict[str, tuple[float, int]] = {"1xL4": (0.8, 4), "1xA100-80": (2.0, 2), "1xL40S": (1.9, 2)}
 
 
-def allowing(rate_per_s: float, formats: tuple[Format, ...], name: str = "chat") -> ModelDemand:
-    first = an_ask(name, rate_per_s=rate_per_s, lengths=ONE_LENGTH).in_format(formats[0])
+def demand_with_formats(rate_per_s: float, formats: tuple[Format, ...], name: str = "chat") -> ModelDemand:
+    first = a_demand(name, rate_per_s=rate_per_s, lengths=ONE_LENGTH).in_format(formats[0])
     return replace(first, formats=formats)
 
 
-def solved(problem: PlanningProblem, running_plan: Plan | None = None) -> PlanOutcome:
+def solve_formats(problem: PlanningProblem, running_plan: Plan | None = None) -> PlanOutcome:
     return STRATEGIES["melange"](
         TemplateFactory(problem), SolveSettings(time_limit_s=20.0, running=running_plan)
     )
 
 
-def cheapest(problem: PlanningProblem) -> float | None:
+def cheapest_by_enumeration(problem: PlanningProblem) -> float | None:
     """Over every combination of formats and every number of copies; of aggregated replicas and one length."""
     (region,) = problem.regions
     price = {offer.node: offer.price_usd_per_h for offer in region.offers}
@@ -89,9 +89,9 @@ def test_chosen_format_equals_brute_force_and_no_single_format_is_cheaper(
     rate_per_s: float, formats: tuple[Format, ...], prices: tuple[float, float]
 ) -> None:
     offers = {"1xL4": (prices[0], 4), "1xA100-80": (prices[1], 2)}
-    problem = a_problem(allowing(rate_per_s, formats), offers={"east": offers})
-    result = solved(problem)
-    best = cheapest(problem)
+    problem = a_problem(demand_with_formats(rate_per_s, formats), offers={"east": offers})
+    result = solve_formats(problem)
+    best = cheapest_by_enumeration(problem)
     assert (result.plan.fraction >= 1) == (best is not None)
     if best is None:
         return
@@ -99,16 +99,18 @@ def test_chosen_format_equals_brute_force_and_no_single_format_is_cheaper(
     assert verify(problem, result.plan) == ()
     assert result.plan.format_of("chat") in formats
     for item in formats:
-        alone = solved(a_problem(allowing(rate_per_s, (item,)), offers={"east": offers})).plan
+        alone = solve_formats(
+            a_problem(demand_with_formats(rate_per_s, (item,)), offers={"east": offers})
+        ).plan
         assert alone.fraction < 1 or result.plan.cost_usd_per_h <= alone.cost_usd_per_h * (1 + 1e-9)
 
 
 def test_formats_of_two_models_are_chosen_jointly() -> None:
     """Nodes are few, so that what one takes the other lacks."""
-    asks = allowing(5.0, ("bf16", "fp8")), allowing(4.0, ("fp8", "bf16"), "other")
+    asks = demand_with_formats(5.0, ("bf16", "fp8")), demand_with_formats(4.0, ("fp8", "bf16"), "other")
     problem = a_problem(*asks, offers={"east": ROOMY})
-    result = solved(problem)
-    assert result.plan.cost_usd_per_h == pytest.approx(cheapest(problem), rel=1e-6)
+    result = solve_formats(problem)
+    assert result.plan.cost_usd_per_h == pytest.approx(cheapest_by_enumeration(problem), rel=1e-6)
     assert len(result.tried) == 4
     assert min(item.usd_per_h for item in result.tried if item.served_fraction >= 1) == pytest.approx(
         result.plan.total_usd_per_h
@@ -117,20 +119,20 @@ def test_formats_of_two_models_are_chosen_jointly() -> None:
 
 def test_format_listed_first_is_chosen_when_costs_are_equal() -> None:
     for formats in (("bf16", "fp8"), ("fp8", "bf16")):
-        problem = a_problem(allowing(0.1, formats), offers={"east": {"1xA100-80": (2.0, 2)}})
-        assert solved(problem).plan.formats == (("chat", formats[0]),)
+        problem = a_problem(demand_with_formats(0.1, formats), offers={"east": {"1xA100-80": (2.0, 2)}})
+        assert solve_formats(problem).plan.formats == (("chat", formats[0]),)
 
 
 @pytest.fixture(scope="module")
 def problem() -> PlanningProblem:
     return a_problem(
-        allowing(20.0, ("bf16", "fp8")), offers={"east": {"1xL40S": (1.9, 12), "1xL4": (1.9, 2)}}
+        demand_with_formats(20.0, ("bf16", "fp8")), offers={"east": {"1xL40S": (1.9, 12), "1xL4": (1.9, 2)}}
     )
 
 
 @pytest.fixture(scope="module")
 def outcome(problem: PlanningProblem) -> PlanOutcome:
-    plan_outcome = solved(problem)
+    plan_outcome = solve_formats(problem)
     assert plan_outcome.plan.formats == (("chat", "fp8"),), "an L40S has FP8 units"
     return plan_outcome
 
@@ -172,7 +174,7 @@ def test_replanning_keeps_the_format_of_a_running_plan(
 ) -> None:
     loaded = replace(outcome.plan, formats=(("chat", "bf16"),))
     assert formats_of(problem, loaded) == [(("chat", "bf16"),)]
-    assert solved(problem, running_plan=loaded).plan.formats == (("chat", "bf16"),)
+    assert solve_formats(problem, running_plan=loaded).plan.formats == (("chat", "bf16"),)
 
 
 def test_resolved_plan_has_the_model_in_its_planned_format(
@@ -186,9 +188,9 @@ def test_resolved_plan_has_the_model_in_its_planned_format(
 
 
 def test_too_many_format_combinations_are_refused() -> None:
-    asks = [allowing(1.0, FORMATS, f"m{place}") for place in range(4)]
+    asks = [demand_with_formats(1.0, FORMATS, f"m{place}") for place in range(4)]
     with pytest.raises(InputError, match="81 combinations"):
-        solved(a_problem(*asks))
+        solve_formats(a_problem(*asks))
 
 
 # fmt: off

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plan_problems import a_problem, an_ask
+from plan_problems import a_demand, a_problem
 
 from potluck.core.state.facts import ObservedSpeed
 from potluck.core.values.layout import single
@@ -21,7 +21,7 @@ from potluck.plan.timing.rate_cache import RateCaches, load, save, trim, unwritt
 from potluck.plan.timing.replica_rates import replica_capacity
 
 
-def made(problem: PlanningProblem, folder: Path) -> list[Template]:
+def timed_templates(problem: PlanningProblem, folder: Path) -> list[Template]:
     factory = TemplateFactory(problem, rate_caches=RateCaches(folder))
     demand = problem.demands[0]
     return [*factory.homogeneous(demand), *factory.pairs(demand), *factory.gpu_combos(demand)]
@@ -29,25 +29,27 @@ def made(problem: PlanningProblem, folder: Path) -> list[Template]:
 
 @pytest.fixture
 def problem() -> PlanningProblem:
-    return a_problem(an_ask())
+    return a_problem(a_demand())
 
 
 def test_cached_rates_equal_timed_rates_and_are_not_timed_again(
     problem: PlanningProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = made(problem, tmp_path)
+    first = timed_templates(problem, tmp_path)
     assert first
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("timed although it is kept")
 
     monkeypatch.setattr(books_module, "layout_timer", never)
-    busier = replace(problem, demands=(times(problem.demands[0], 3.0),))
-    assert made(problem, tmp_path) == first
-    assert {t.name for t in made(busier, tmp_path)} == {t.name for t in first}, "rates have no part in it"
+    busier = replace(problem, demands=(scaled_demand(problem.demands[0], 3.0),))
+    assert timed_templates(problem, tmp_path) == first
+    assert {t.name for t in timed_templates(busier, tmp_path)} == {t.name for t in first}, (
+        "rates have no part in it"
+    )
 
 
-def times(model_demand: ModelDemand, factor: float) -> ModelDemand:
+def scaled_demand(model_demand: ModelDemand, factor: float) -> ModelDemand:
     demands = tuple(replace(bucket, rate_per_s=bucket.rate_per_s * factor) for bucket in model_demand.buckets)
     return replace(model_demand, buckets=demands)
 
@@ -85,7 +87,7 @@ def test_rate_cache_key_changes_with_every_input_of_the_timing(problem: Planning
         opened.of(problem, replace(model_demand, model=replace(model_demand.model, weight_bits=8.0))),
     ]
     assert len({item.key for item in other}) == len(other)
-    assert opened.of(problem, replace(times(model_demand, 2.0), name="another")) is other[0]
+    assert opened.of(problem, replace(scaled_demand(model_demand, 2.0), name="another")) is other[0]
 
 
 @pytest.mark.parametrize("harm", ["cut", "shape", "names", "nan", "foreign"])
@@ -129,7 +131,7 @@ def test_rate_cache_folder_is_trimmed_to_the_most_recently_used_files(tmp_path: 
 
 
 def test_observed_speeds_have_a_rate_cache_of_their_own(tmp_path: Path) -> None:
-    problem = a_problem(an_ask(), offers={"east": {"1xL4": (0.8, 8)}})
+    problem = a_problem(a_demand(), offers={"east": {"1xL4": (0.8, 8)}})
     slower = observed(problem, (ObservedSpeed(problem.demands[0].name, "1xL4", 1, 1.5),), "2031-01-01")
     assert slower.demands[0].profiles
     rate_caches = RateCaches(tmp_path)

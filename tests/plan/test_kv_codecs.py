@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask, pool_problem
+from plan_problems import a_demand, a_problem, pool_problem
 from search_pools import random_pool
 
 from potluck.cli.common.inputs import load_problem
@@ -41,7 +41,7 @@ fleet: {regions: [{name: home, nodes: [{node: 1xL4, available: 2, price_usd_per_
 QUICK = SolveSettings(time_limit_s=10.0)
 
 
-def planned(problem: PlanningProblem, strategy: str = "auto") -> Plan:
+def plan_with(problem: PlanningProblem, strategy: str = "auto") -> Plan:
     return STRATEGIES[strategy](TemplateFactory(problem), QUICK).plan
 
 
@@ -79,13 +79,13 @@ def test_shipped_specs_are_planned_lossless_unless_they_allow_a_codec(path: Path
     assert (problem.codecs != ("fp16",)) is allowed
     assert allowed == (path.stem == "pool")
     if not allowed:
-        assert lossy_crossings(planned(problem)) == ()
+        assert lossy_crossings(plan_with(problem)) == ()
 
 
 @st.composite
-def thin(draw: st.DrawFn) -> PlanningProblem:
+def thin_link_problems(draw: st.DrawFn) -> PlanningProblem:
     """Prompts long and links thin enough that fewer bits would save nodes."""
-    ask = an_ask(
+    ask = a_demand(
         rate_per_s=draw(st.floats(1.0, 20.0)),
         slo=Slo(draw(st.sampled_from((0.8, 2.0, 6.0))), 0.06),
         lengths=((draw(st.integers(500, 8000)), 150, 1.0),),
@@ -102,11 +102,11 @@ def thin(draw: st.DrawFn) -> PlanningProblem:
 
 
 @settings(max_examples=8, deadline=None)
-@given(thin(), st.sampled_from(sorted(set(STRATEGIES) - {"thunderserve", "hexgen"})))
+@given(thin_link_problems(), st.sampled_from(sorted(set(STRATEGIES) - {"thunderserve", "hexgen"})))
 def test_plan_has_no_lossy_transfer_unless_the_spec_allows_it(
     problem: PlanningProblem, strategy: str
 ) -> None:
-    plan = planned(problem, strategy)
+    plan = plan_with(problem, strategy)
     assert lossy_crossings(plan) == ()
     assert verify(problem, plan) == ()
 
@@ -117,19 +117,19 @@ def test_verify_refuses_a_lossy_plan_when_the_spec_allows_none() -> None:
     exact = scaled(exact, {demand.name: 1.2 for demand in exact.demands})
     exact = replace(exact, links=tuple(replace(link, gbps=2.0) for link in exact.links))
     free = replace(exact, codecs=CODECS)
-    plan = planned(free)
+    plan = plan_with(free)
     assert {lossy_crossing.codec for lossy_crossing in lossy_crossings(plan)} == {"int8"}
     assert verify(free, plan) == ()
     assert any("kv_codecs does not allow" in item for item in verify(exact, plan))
-    whole = planned(exact)
+    whole = plan_with(exact)
     assert lossy_crossings(whole) == ()
     assert whole.fraction < plan.fraction
 
 
 def test_pool_groups_transfer_kv_in_fp16_unless_int4_is_allowed() -> None:
     pool = random_pool(np.random.default_rng(3), 8, ("L4", "A10", "L40S"))
-    free = pool_problem(pool, an_ask(rate_per_s=2.0, slo=Slo(5.0, 0.2)))
+    free = pool_problem(pool, a_demand(rate_per_s=2.0, slo=Slo(5.0, 0.2)))
     exact = replace(free, codecs=CODECS[:1])
     assert is_searchable(exact)
-    assert {t.codec for t in planned(free, "thunderserve").templates} == {"int4"}
-    assert {t.codec for t in planned(exact, "thunderserve").templates} == {"fp16"}
+    assert {t.codec for t in plan_with(free, "thunderserve").templates} == {"int4"}
+    assert {t.codec for t in plan_with(exact, "thunderserve").templates} == {"fp16"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask
+from plan_problems import a_demand, a_problem
 
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
@@ -19,7 +19,7 @@ from potluck.plan.verify import verify
 
 OFFERS = {"east": {"1xH100": (3.0, 3), "1xL40S": (1.2, 4)}, "west": {"1xA10G": (0.6, 10), "1xL40S": (1.5, 4)}}
 LINKS = (Link("east", "west", 40.0, 0.02), Link("west", "east", 40.0, 0.02))
-PROBLEM = a_problem(an_ask(rate_per_s=40.0, slo=Slo(3.0, 0.08)), offers=OFFERS, links=LINKS)
+PROBLEM = a_problem(a_demand(rate_per_s=40.0, slo=Slo(3.0, 0.08)), offers=OFFERS, links=LINKS)
 AUTO = STRATEGIES["auto"]
 QUICK = SolveSettings(time_limit_s=10.0)
 RUNNING = AUTO(TemplateFactory(PROBLEM), QUICK).plan
@@ -31,7 +31,7 @@ def test_spread_plan_serves_all_demand_on_at_least_three_nodes() -> None:
     assert sum(SPREAD.nodes.values()) >= 3
 
 
-def lost(problem: PlanningProblem, plan: Plan, shares: list[float]) -> PlanningProblem:
+def problem_after_losses(problem: PlanningProblem, plan: Plan, shares: list[float]) -> PlanningProblem:
     """The problem after a share of each rented kind of node is gone, and the spare ones of it too."""
     for (region, node), count in plan.nodes.items():
         share = shares[hash((region, node)) % len(shares)]
@@ -46,7 +46,7 @@ def test_replan_answers_to_random_node_losses_are_sound_and_ordered(
     shares: list[float], spread: bool
 ) -> None:
     running_plan = SPREAD if spread else RUNNING
-    now = lost(PROBLEM, running_plan, shares)
+    now = problem_after_losses(PROBLEM, running_plan, shares)
     answers = ladder(now, running_plan, AUTO, QUICK)
     assert [replan_option.step for replan_option in answers] == ["reroute", "flip", "reallocate"]
     for replan_option in answers:
@@ -67,7 +67,7 @@ def test_replan_without_a_change_keeps_the_plan_by_rerouting() -> None:
 
 
 def test_reallocation_serves_when_the_last_replica_is_lost() -> None:
-    one = a_problem(an_ask(rate_per_s=1.0), offers={"home": {"1xL40S": (1.2, 1), "1xA10G": (0.6, 1)}})
+    one = a_problem(a_demand(rate_per_s=1.0), offers={"home": {"1xL40S": (1.2, 1), "1xA10G": (0.6, 1)}})
     running_plan = STRATEGIES["melange"](TemplateFactory(one), QUICK).plan
     used = next(iter(running_plan.nodes))[1]
     spare = "1xA10G" if used == "1xL40S" else "1xL40S"
@@ -83,8 +83,8 @@ def test_reallocation_serves_when_the_last_replica_is_lost() -> None:
 def test_role_flip_serves_more_when_traffic_shifts_to_long_prompts() -> None:
     """From long outputs to long prompts: decode replicas become prefill ones, without a node more."""
     slo = Slo(6.0, 0.08)
-    writing = an_ask(rate_per_s=14.0, lengths=((200, 800, 1.0),), slo=slo)
-    coding = an_ask(rate_per_s=9.0, lengths=((6000, 40, 1.0),), slo=slo)
+    writing = a_demand(rate_per_s=14.0, lengths=((200, 800, 1.0),), slo=slo)
+    coding = a_demand(rate_per_s=9.0, lengths=((6000, 40, 1.0),), slo=slo)
     factory = TemplateFactory(a_problem(writing, offers={"home": {"1xH100": (3.0, 8)}}))
     running_plan = STRATEGIES["coral"](factory, QUICK).plan
     now = a_problem(coding, offers={"home": {"1xH100": (3.0, sum(running_plan.nodes.values()))}})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask, pool_problem
+from plan_problems import a_demand, a_problem, pool_problem
 from search_pools import catalog_node
 
 from potluck.core.errors import InputError
@@ -30,7 +30,7 @@ def a_pool() -> Pool:
     return Pool(nodes, tuple(map(tuple, np.minimum(gbps, gbps.T).tolist())), ((2e-4,) * 5,) * 5)
 
 
-PROBLEM = pool_problem(a_pool(), an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((900, 200, 1.0),)))
+PROBLEM = pool_problem(a_pool(), a_demand("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((900, 200, 1.0),)))
 RUNNING = STRATEGIES["thunderserve"](TemplateFactory(PROBLEM), QUICK).plan
 
 
@@ -39,7 +39,7 @@ def test_pool_plan_is_sound_and_uses_at_least_four_machines() -> None:
     assert sum(len(t.machines) for t in RUNNING.templates) >= 4
 
 
-def without(problem: PlanningProblem, names: list[str]) -> PlanningProblem:
+def problem_without(problem: PlanningProblem, names: list[str]) -> PlanningProblem:
     assert problem.pool is not None
     for name in names:
         node = problem.pool.nodes[problem.pool.index(name)]
@@ -50,7 +50,7 @@ def without(problem: PlanningProblem, names: list[str]) -> PlanningProblem:
     return problem
 
 
-def sound(now: PlanningProblem, running_plan: Plan) -> tuple[ReplanOption, ...]:
+def checked_answers(now: PlanningProblem, running_plan: Plan) -> tuple[ReplanOption, ...]:
     answers = ladder(now, running_plan, STRATEGIES["auto"], QUICK)
     left = left_of(settled(now, running_plan), running_plan)
     loaded = {replica.layout for replicas in left.values() for replica in replicas}
@@ -71,16 +71,16 @@ def sound(now: PlanningProblem, running_plan: Plan) -> tuple[ReplanOption, ...]:
 @settings(max_examples=5)
 @given(st.sets(st.sampled_from([name for name, *_ in MACHINES]), max_size=4))
 def test_pool_answers_to_random_losses_down_to_one_machine_are_sound(names: set[str]) -> None:
-    sound(without(PROBLEM, sorted(names)), RUNNING)
+    checked_answers(problem_without(PROBLEM, sorted(names)), RUNNING)
 
 
 def test_loss_of_every_pool_machine_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match="has no GPUs"):
-        without(PROBLEM, [name for name, *_ in MACHINES])
+        problem_without(PROBLEM, [name for name, *_ in MACHINES])
 
 
 def test_pool_replan_without_a_change_keeps_the_plan_by_rerouting() -> None:
-    answers = sound(PROBLEM, RUNNING)
+    answers = checked_answers(PROBLEM, RUNNING)
     assert best_answer(answers).step == "reroute"
     assert answers[0].served_fraction == pytest.approx(RUNNING.fraction, rel=1e-6)
     flip = answers[1]  # flips only for something: more served, or less rented
@@ -91,7 +91,7 @@ def test_loss_by_machine_type_takes_idle_machines_first() -> None:
     """One of two machines of a type is used: losing one of the type loses the other."""
     nodes = [replace(catalog_node(name, "A40", 4), price_usd_per_h=2.0) for name in ("x", "y")]
     problem = pool_problem(
-        Pool(tuple(nodes), ((1.0, 9.0), (9.0, 1.0)), ((0.0,) * 2,) * 2), an_ask(rate_per_s=0.5)
+        Pool(tuple(nodes), ((1.0, 9.0), (9.0, 1.0)), ((0.0,) * 2,) * 2), a_demand(rate_per_s=0.5)
     )
     plan = STRATEGIES["thunderserve"](
         TemplateFactory(pool_problem(problem.pool.only([1]), *problem.demands)), QUICK
@@ -99,20 +99,20 @@ def test_loss_by_machine_type_takes_idle_machines_first() -> None:
     assert set(plan.templates[0].machines) == {"y"}
     fewer = without_nodes(problem, "pool", "4xA40", 1)
     assert [node.name for node in settled(fewer, plan).pool.nodes] == ["y"]  # type: ignore[union-attr]
-    assert sound(fewer, plan)[0].served_fraction == pytest.approx(plan.fraction)
+    assert checked_answers(fewer, plan)[0].served_fraction == pytest.approx(plan.fraction)
 
 
 def test_pool_role_flip_serves_at_least_as_much_when_lengths_change() -> None:
     """From long answers to long prompts, on the same machines."""
-    now = replace(PROBLEM, demands=(an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),)),))
-    reroute, flip, _ = sound(now, RUNNING)
+    now = replace(PROBLEM, demands=(a_demand("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),)),))
+    reroute, flip, _ = checked_answers(now, RUNNING)
     assert flip.served_fraction >= reroute.served_fraction
     if flip.served_fraction > reroute.served_fraction + 1e-6:
         assert flip.flips > 0
 
 
 def test_plan_of_a_fleet_without_a_pool_survives_the_loss_of_named_machines() -> None:
-    problem = a_problem(an_ask(rate_per_s=6.0), offers={"home": {"1xL40S": (1.9, 3), "1xA10G": (1.0, 3)}})
+    problem = a_problem(a_demand(rate_per_s=6.0), offers={"home": {"1xL40S": (1.9, 3), "1xA10G": (1.0, 3)}})
     plan = STRATEGIES["thunderserve"](TemplateFactory(problem), QUICK).plan
     (_, node), count = next(iter(plan.nodes.items()))
-    sound(without_nodes(problem, "home", node, count - 1), plan)
+    checked_answers(without_nodes(problem, "home", node, count - 1), plan)

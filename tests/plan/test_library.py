@@ -27,12 +27,12 @@ def rates() -> StageRates:
     return stage_rates(MODEL, NODES, SLO, 768, 195, max_stages=3)[1]
 
 
-def same(a: PipelineLibrary, b: PipelineLibrary) -> bool:
+def same_library(a: PipelineLibrary, b: PipelineLibrary) -> bool:
     arrays = all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("ids", "units", "stages"))
     return arrays and a.valid == b.valid and np.array_equal(a.rates.units, b.rates.units)
 
 
-def never(*_: object, **__: object) -> None:
+def fail_if_built(*_: object, **__: object) -> None:
     raise AssertionError("built although it is stored")
 
 
@@ -41,10 +41,10 @@ def test_cached_pipeline_library_equals_the_built_one_and_is_not_rebuilt(
 ) -> None:
     built = cached_library(rates, 3, folder=tmp_path)
     assert len(built)
-    assert same(built, pipeline_library(rates, max_nodes=3))
-    monkeypatch.setattr(library, "pipeline_library", never)
+    assert same_library(built, pipeline_library(rates, max_nodes=3))
+    monkeypatch.setattr(library, "pipeline_library", fail_if_built)
     loaded = cached_library(rates, 3, folder=tmp_path)
-    assert same(built, loaded)
+    assert same_library(built, loaded)
     assert loaded.placement(len(loaded) - 1) == built.placement(len(built) - 1)
     assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]
 
@@ -56,10 +56,10 @@ def test_cached_libraries_keep_both_phases_and_their_rates(
         return pipeline_libraries(MODEL, NODES, SLO, 768, 195, max_nodes=3, folder=tmp_path)
 
     built = ask()
-    monkeypatch.setattr(library, "pipeline_library", never)
-    monkeypatch.setattr(library, "stage_rates", never)
+    monkeypatch.setattr(library, "pipeline_library", fail_if_built)
+    monkeypatch.setattr(library, "stage_rates", fail_if_built)
     loaded = ask()
-    assert all(same(a, b) for a, b in zip(built, loaded, strict=True))
+    assert all(same_library(a, b) for a, b in zip(built, loaded, strict=True))
     assert [a.rates.tps for a in built] == [b.rates.tps for b in loaded]
     assert [a.rates.confidences for a in built] == [b.rates.confidences for b in loaded]
     assert built[0].placement(0) == loaded[0].placement(0)
@@ -98,11 +98,11 @@ def test_damaged_library_file_is_rebuilt(rates: StageRates, tmp_path: Path, cut:
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     path.write_bytes(whole[: int(cut if cut >= 1 else cut * len(whole))])
-    assert same(built, cached_library(rates, 3, folder=tmp_path))
+    assert same_library(built, cached_library(rates, 3, folder=tmp_path))
     flipped = bytearray(whole)
     flipped[len(flipped) // 2] ^= 0xFF
     path.write_bytes(bytes(flipped))
-    assert same(built, cached_library(rates, 3, folder=tmp_path))
+    assert same_library(built, cached_library(rates, 3, folder=tmp_path))
 
 
 def test_library_file_of_another_shape_is_rebuilt(rates: StageRates, tmp_path: Path) -> None:
@@ -114,20 +114,20 @@ def test_library_file_of_another_shape_is_rebuilt(rates: StageRates, tmp_path: P
         {"ids": built.ids + 10**6, "units": built.units, "stages": built.stages, "valid": np.array([1])},
     ):
         np.savez(path, **arrays)
-        assert same(built, cached_library(rates, 3, folder=tmp_path))
+        assert same_library(built, cached_library(rates, 3, folder=tmp_path))
     np.savez(path, ids=np.array([{}], object))  # would need pickle
-    assert same(built, cached_library(rates, 3, folder=tmp_path))
+    assert same_library(built, cached_library(rates, 3, folder=tmp_path))
     with path.open("wb") as file:
         np.save(file, built.ids)  # one array, not an archive
-    assert same(built, cached_library(rates, 3, folder=tmp_path))
+    assert same_library(built, cached_library(rates, 3, folder=tmp_path))
 
 
 def test_library_is_built_when_its_cache_folder_is_not_writable(rates: StageRates, tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("not a folder")
     expected = pipeline_library(rates, max_nodes=3)
-    assert same(expected, cached_library(rates, 3, folder=occupied / "below"))
-    assert same(expected, cached_library(rates, 3, folder=None))
+    assert same_library(expected, cached_library(rates, 3, folder=occupied / "below"))
+    assert same_library(expected, cached_library(rates, 3, folder=None))
 
 
 def test_library_cache_folder_follows_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

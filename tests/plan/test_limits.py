@@ -27,7 +27,7 @@ from potluck.plan.allocate.program import (
 from potluck.plan.allocate.solve import solve
 
 
-def small(seed: int) -> FlowProgram:
+def small_program(seed: int) -> FlowProgram:
     """A random program with few plans: all its counts can be gone through."""
     rng = np.random.default_rng(seed)
     regions, models = ((1, 2), (2, 1))[seed % 2]
@@ -96,7 +96,7 @@ def shared(program: FlowProgram, shares: tuple[float, ...]) -> FlowProgram:
     return replace(program, models=models)
 
 
-def left(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
+def share_after_worst_loss(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
     """The share of what is asked for that is served after the worst of the losses."""
     result = [1.0]
     for outage in program.outages:
@@ -128,7 +128,7 @@ def usd_per_h(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
     return float((beyond * program.fleet.price_usd_per_h).sum()) + fees
 
 
-def within(program: FlowProgram, counts: dict[ColumnKey, int]) -> bool:
+def within_limits(program: FlowProgram, counts: dict[ColumnKey, int]) -> bool:
     """Limits without helpers, and the budget."""
     for limit in program.limits:
         tables = limit.copies
@@ -145,35 +145,42 @@ def within(program: FlowProgram, counts: dict[ColumnKey, int]) -> bool:
 
 def cheapest(program: FlowProgram) -> float | None:
     for counts in sorted(plans(program), key=lambda each: usd_per_h(program, each)):
-        if within(program, counts) and min(served(program, counts), left(program, counts)) > 1 - 1e-6:
+        if (
+            within_limits(program, counts)
+            and min(served(program, counts), share_after_worst_loss(program, counts)) > 1 - 1e-6
+        ):
             return usd_per_h(program, counts)
     return None
 
 
-def agree(program: FlowProgram) -> str:
+def assert_equal_enumeration(program: FlowProgram) -> str:
     result, best = solve(program, time_limit_s=60.0), cheapest(program)
     counts = dict(result.counts)
     if best is None:
         assert result.status == "infeasible"
-        able = [plan for plan in plans(program) if within(program, plan)]
-        most = max((min(served(program, item), left(program, item)) for item in able), default=None)
+        able = [plan for plan in plans(program) if within_limits(program, plan)]
+        most = max(
+            (min(served(program, item), share_after_worst_loss(program, item)) for item in able), default=None
+        )
         assert result.shortfall is not None
         assert result.shortfall.fraction == pytest.approx(most or 0.0, abs=1e-5)
-        assert most is None or within(program, counts)
-        assert not counts or left(program, counts) >= result.shortfall.fraction - 1e-5
+        assert most is None or within_limits(program, counts)
+        assert not counts or share_after_worst_loss(program, counts) >= result.shortfall.fraction - 1e-5
         return "infeasible"
     assert result.status == "optimal"
     assert result.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
-    assert left(program, counts) > 1 - 2e-6
-    assert within(program, counts)
+    assert share_after_worst_loss(program, counts) > 1 - 2e-6
+    assert within_limits(program, counts)
     return "optimal"
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_plans_that_survive_the_loss_of_any_copy_equal_enumeration(seed: int) -> None:
-    program = small(seed)
+    program = small_program(seed)
     rng = np.random.default_rng(seed)
-    agree(replace(program, spare=tuple(float(rng.choice([1.0, 0.6, 0.0])) for _ in program.models)))
+    assert_equal_enumeration(
+        replace(program, spare=tuple(float(rng.choice([1.0, 0.6, 0.0])) for _ in program.models))
+    )
 
 
 def one_of_each(seed: int) -> FlowProgram:
@@ -193,13 +200,13 @@ def test_plans_of_single_copies_with_a_loss_margin_equal_enumeration(seed: int) 
     program = one_of_each(seed)
     low = float(2 + seed % 2) if seed % 3 else 0.0
     copies = CountLimit("copies", low, np.inf, (np.ones((len(program.fleet.nodes), 1)),))
-    agree(replace(program, limits=(copies,), spare=(1.0,) if seed % 3 < 2 else ()))
+    assert_equal_enumeration(replace(program, limits=(copies,), spare=(1.0,) if seed % 3 < 2 else ()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_plans_that_survive_a_region_or_node_outage_equal_enumeration(seed: int) -> None:
-    program = small(seed)
+    program = small_program(seed)
     rng = np.random.default_rng(seed)
     shape = program.fleet.available.shape
     outages = []
@@ -208,12 +215,14 @@ def test_plans_that_survive_a_region_or_node_outage_equal_enumeration(seed: int)
         gone[place] = True
         outages.append(Outage(f"region {place}", gone, tuple(0.5 for _ in program.models)))
     outages.append(Outage("spot", rng.random(shape) < 0.5, tuple(0.7 for _ in program.models)))
-    agree(replace(program, outages=tuple(outages), spare=tuple(0.5 for _ in program.models)))
+    assert_equal_enumeration(
+        replace(program, outages=tuple(outages), spare=tuple(0.5 for _ in program.models))
+    )
 
 
 @pytest.mark.parametrize("seed", range(200, 208))
 def test_plans_with_limits_fees_and_reserved_nodes_equal_enumeration(seed: int) -> None:
-    program = small(seed)
+    program = small_program(seed)
     rng = np.random.default_rng(seed)
     node_supply = replace(program.fleet, reserved=rng.integers(0, 3, program.fleet.available.shape))
     models = tuple(
@@ -239,10 +248,10 @@ def test_plans_with_limits_fees_and_reserved_nodes_equal_enumeration(seed: int) 
         )
     budget = float(rng.uniform(2, 20)) if rng.random() < 0.5 else None
     flow_program = replace(program, fleet=node_supply, models=models, limits=limits, helpers=tuple(heads))
-    agree(replace(flow_program, budget_usd_per_h=budget))
+    assert_equal_enumeration(replace(flow_program, budget_usd_per_h=budget))
 
 
-def kinds(program: FlowProgram, most: int) -> FlowProgram:
+def with_type_limit(program: FlowProgram, most: int) -> FlowProgram:
     types = range(len(program.fleet.nodes))
     helpers = tuple(ExtraVariable(f"type {c}") for c in types)
     limits = [
@@ -262,8 +271,8 @@ def kinds(program: FlowProgram, most: int) -> FlowProgram:
 
 @pytest.mark.parametrize("seed", range(300, 304))
 def test_plans_with_at_most_one_node_type_equal_enumeration(seed: int) -> None:
-    program = small(seed)
-    result = solve(kinds(program, 1), time_limit_s=60.0)
+    program = small_program(seed)
+    result = solve(with_type_limit(program, 1), time_limit_s=60.0)
     best = None
     for counts in sorted(plans(program), key=lambda each: usd_per_h(program, each)):
         used = {
@@ -278,7 +287,7 @@ def test_plans_with_at_most_one_node_type_equal_enumeration(seed: int) -> None:
 
 
 def test_unsatisfiable_limit_is_named_in_the_shortfall() -> None:
-    program = small(1)
+    program = small_program(1)
     tables = tuple(np.ones((len(m.uses), len(program.fleet.regions))) for m in program.models)
     result = solve(replace(program, limits=(CountLimit("at least 999 copies", 999.0, np.inf, tables),)))
     assert result.shortfall is not None
@@ -286,7 +295,7 @@ def test_unsatisfiable_limit_is_named_in_the_shortfall() -> None:
 
 
 def test_limit_tables_of_the_wrong_shape_are_refused() -> None:
-    program = small(1)
+    program = small_program(1)
     with pytest.raises(InputError, match="needs a table"):
         replace(program, limits=(CountLimit("odd", 0.0, 1.0, (np.ones((9, 9)),) * len(program.models)),))
     with pytest.raises(InputError, match="must be between 0 and 1"):
@@ -296,7 +305,7 @@ def test_limit_tables_of_the_wrong_shape_are_refused() -> None:
 @pytest.mark.parametrize("seed", [400, 402, 404, 406])
 def test_firm_demand_is_served_before_other_demand(seed: int) -> None:
     """Of the second model as much as is left when the first must have all of its demand."""
-    plain = small(seed)
+    plain = small_program(seed)
     more = tuple(
         replace(
             m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * (0.4 if not i else 4.0)) for b in m.buckets)
@@ -312,10 +321,13 @@ def test_firm_demand_is_served_before_other_demand(seed: int) -> None:
     for counts in plans(plain):
         if (
             served(first, counts) < 1 - 1e-6
-            or left(replace(plain, spare=(0.5, 0.0)[: len(spare)]), counts) < 1 - 1e-6
+            or share_after_worst_loss(replace(plain, spare=(0.5, 0.0)[: len(spare)]), counts) < 1 - 1e-6
         ):
             continue
-        rest = min(served(second, counts), left(replace(plain, spare=(0.0, 0.5)[: len(spare)]), counts))
+        rest = min(
+            served(second, counts),
+            share_after_worst_loss(replace(plain, spare=(0.0, 0.5)[: len(spare)]), counts),
+        )
         most = rest if most is None else max(most, rest)
     if most is None:
         assert result.status == "infeasible"

@@ -7,7 +7,7 @@ from itertools import combinations, combinations_with_replacement, pairwise
 from pathlib import Path
 
 import pytest
-from plan_problems import a_problem, an_ask, pipelines
+from plan_problems import a_demand, a_problem, pipelines
 
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import NodeCount, PlannedReplica, Template
@@ -82,7 +82,7 @@ def all_pipelines(problem: PlanningProblem, demand: ModelDemand) -> list[Templat
 def test_pipeline_library_omits_no_placement_that_would_give_a_cheaper_plan(
     ttft_s: float, prompt: int, rate_per_s: float, tmp_path: Path
 ) -> None:
-    ask = an_ask(rate_per_s=rate_per_s, slo=Slo(ttft_s, 0.06), lengths=((prompt, 100, 1.0),))
+    ask = a_demand(rate_per_s=rate_per_s, slo=Slo(ttft_s, 0.06), lengths=((prompt, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
     single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]
@@ -104,7 +104,7 @@ def test_pipeline_library_omits_no_placement_that_would_give_a_cheaper_plan(
 
 def test_nodes_too_slow_alone_serve_prefill_as_pipelines() -> None:
     """Eight L4 that are each in time without a queue, and not with one."""
-    ask = an_ask(rate_per_s=25.0, slo=Slo(0.5, 0.06), lengths=((1000, 100, 1.0),))
+    ask = a_demand(rate_per_s=25.0, slo=Slo(0.5, 0.06), lengths=((1000, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
     single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]

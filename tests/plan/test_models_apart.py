@@ -16,17 +16,21 @@ from potluck.plan.allocate.program import ColumnKey, FlowProgram
 from potluck.plan.allocate.solve import solve, with_stand_ins, without_dominated
 
 
-def joined(seed: int) -> FlowProgram:
+def joint_program(seed: int) -> FlowProgram:
     """A random program of several models that share nodes, links and perhaps a budget."""
     return replace(random_flow(seed), running=(), pins=(), limits=(), helpers=())
 
 
-SEEDS = [seed for seed in range(40) if is_separable(joined(seed)) and reference(joined(seed)) is not None][:8]
+SEEDS = [
+    seed
+    for seed in range(40)
+    if is_separable(joint_program(seed)) and reference(joint_program(seed)) is not None
+][:8]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_decomposition_bound_never_exceeds_the_optimum_for_any_prices(seed: int) -> None:
-    program, best = joined(seed), reference(joined(seed))
+    program, best = joint_program(seed), reference(joint_program(seed))
     assert best is not None
     state = solve_relaxation(program, Deadline(30.0, time.process_time), 0.0, [])
     apart = ModelDecomposition(program, state, Deadline(30.0, time.process_time))
@@ -45,7 +49,7 @@ def test_decomposition_bound_never_exceeds_the_optimum_for_any_prices(seed: int)
 
 def test_decomposition_settles_models_when_nodes_are_plentiful() -> None:
     """The relaxation rents parts of copies; apart every model has whole ones, and nothing is left to prove."""
-    program = joined(SEEDS[0])
+    program = joint_program(SEEDS[0])
     node_supply = replace(program.fleet, available=program.fleet.available * 100)
     program = replace(program, fleet=node_supply, links=(), budget_usd_per_h=None)
     state = solve_relaxation(program, Deadline(30.0, time.process_time), 0.0, [])
@@ -60,7 +64,7 @@ def test_decomposition_settles_models_when_nodes_are_plentiful() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_removing_dominated_columns_keeps_the_optimum(seed: int) -> None:
-    program = joined(seed)
+    program = joint_program(seed)
     worse = [
         replace(
             model,

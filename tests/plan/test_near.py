@@ -27,7 +27,7 @@ OFFERS = {
 SLO = Slo(1.6, 0.06)
 
 
-def made(
+def distant_demand(
     rtt_s: dict[str, dict[str, float]], classes: dict[str, Slo] | None = None, slo: Slo = SLO
 ) -> ModelDemand:
     shares = tuple((name, 1.0 / len(rtt_s)) for name in rtt_s)
@@ -38,7 +38,7 @@ def made(
     return model_demand("chat", models.model("Llama-3.1-8B"), slo, traffic, promises=classes, rtt_s=far)
 
 
-def at(problem: PlanningProblem, regions: tuple[str, ...]) -> PlanOutcome | None:
+def planned_in_regions(problem: PlanningProblem, regions: tuple[str, ...]) -> PlanOutcome | None:
     """Planned for some regions alone, with what their farthest users leave of TTFT."""
     (one,) = problem.demands
     left_s = one.slo.ttft_s - max(one.far_s(region) for region in regions)
@@ -54,11 +54,11 @@ def test_regions_chosen_for_distant_users_equal_the_best_of_all_choices(far_s: f
         "here": {"near": 0.01, "middle": 0.4, "far": far_s},
         "there": {"near": 0.05, "middle": 0.3, "far": far_s / 2},
     }
-    problem = a_problem(made(rtt_s), offers=OFFERS)
+    problem = a_problem(distant_demand(rtt_s), offers=OFFERS)
     plan = melange(TemplateFactory(problem), SETTINGS).plan
     names = [region.name for region in problem.regions]
     sets = chain.from_iterable(combinations(names, size) for size in (1, 2, 3))
-    tried = [outcome.plan for item in sets if (outcome := at(problem, item)) is not None]
+    tried = [outcome.plan for item in sets if (outcome := planned_in_regions(problem, item)) is not None]
     best = min(item.cost_usd_per_h for item in tried if item.fraction == 1)
     assert plan.fraction == 1
     assert plan.cost_usd_per_h == pytest.approx(best)
@@ -70,18 +70,18 @@ def test_regions_chosen_for_distant_users_equal_the_best_of_all_choices(far_s: f
 
 def test_plan_that_misses_ttft_for_distant_users_is_reported() -> None:
     rtt_s = {"here": {"near": 0.0, "middle": 0.0, "far": 0.0}}
-    plan = melange(TemplateFactory(a_problem(made(rtt_s), offers=OFFERS)), SETTINGS).plan
-    away = made({"here": {"near": 0.0, "middle": 0.0, "far": 1.59}})
+    plan = melange(TemplateFactory(a_problem(distant_demand(rtt_s), offers=OFFERS)), SETTINGS).plan
+    away = distant_demand({"here": {"near": 0.0, "middle": 0.0, "far": 1.59}})
     result = verify(a_problem(away, offers=OFFERS), plan)
     assert any("reach the farthest users" in line for line in result)
-    nowhere = made({"here": {"near": 2.0, "middle": 2.0, "far": 2.0}})
+    nowhere = distant_demand({"here": {"near": 2.0, "middle": 2.0, "far": 2.0}})
     with pytest.raises(CapacityError, match="no region is near enough"):
         melange(TemplateFactory(a_problem(nowhere, offers=OFFERS)), SETTINGS)
 
 
 def test_strictest_request_class_sets_the_objective_and_has_a_price() -> None:
     strict, loose = Slo(1.6, 0.04, 0.95), Slo(60.0, 2.0, 0.5)
-    one = made({"here": dict.fromkeys(OFFERS, 0.0)}, {"interactive": strict, "batch": loose})
+    one = distant_demand({"here": dict.fromkeys(OFFERS, 0.0)}, {"interactive": strict, "batch": loose})
     assert one.slo == Slo(1.6, 0.04, 0.95)
     assert [(item.name, item.share) for item in one.classes] == [
         ("interactive", 0.25),
@@ -94,7 +94,7 @@ def test_strictest_request_class_sets_the_objective_and_has_a_price() -> None:
     prices = term_prices(factory, outcome, melange, SETTINGS)
     assert [price.words for price in prices] == ["what class interactive was promised"]
     plain = melange(
-        TemplateFactory(a_problem(made({"x": dict.fromkeys(OFFERS, 0.0)}), offers=OFFERS)), SETTINGS
+        TemplateFactory(a_problem(distant_demand({"x": dict.fromkeys(OFFERS, 0.0)}), offers=OFFERS)), SETTINGS
     )
     extra = outcome.plan.total_usd_per_h - plain.plan.total_usd_per_h
     assert prices[0].extra_usd_per_h == pytest.approx(extra)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask, pool_problem
+from plan_problems import a_demand, a_problem, pool_problem
 from search_pools import catalog_node, random_pool
 
 from potluck.core.errors import InputError
@@ -40,7 +40,7 @@ def pools(draw: st.DrawFn) -> PlanningProblem:
         replace(node, price_usd_per_h=prices[node.type.name], region=regions[i % len(regions)])
         for i, node in enumerate(pool.nodes)
     )
-    wanted = an_ask(rate_per_s=draw(st.floats(0.5, 12.0)), slo=Slo(draw(st.floats(1.0, 4.0)), 0.08))
+    wanted = a_demand(rate_per_s=draw(st.floats(0.5, 12.0)), slo=Slo(draw(st.floats(1.0, 4.0)), 0.08))
     return pool_problem(replace(pool, nodes=nodes), wanted)
 
 
@@ -69,10 +69,10 @@ def test_auto_is_at_least_as_good_as_the_pool_search_and_both_are_sound(problem:
 
 def two_machines(gbps: float = 40.0) -> PlanningProblem:
     nodes = [replace(catalog_node(name, "A40", 4), price_usd_per_h=2.0) for name in ("a", "b")]
-    return pool_problem(uniform_pool(nodes, gbps), an_ask(rate_per_s=2.0, lengths=((1000, 200, 1.0),)))
+    return pool_problem(uniform_pool(nodes, gbps), a_demand(rate_per_s=2.0, lengths=((1000, 200, 1.0),)))
 
 
-def on(machine: str, tp: int = 4, role: str = "mixed", layers: int = 32) -> PlannedReplica:
+def replica_on(machine: str, tp: int = 4, role: str = "mixed", layers: int = 32) -> PlannedReplica:
     return PlannedReplica(role, Layout((Stage(layers, (StageNode("4xA40", tp, machine),)),)))  # type: ignore[arg-type]
 
 
@@ -81,8 +81,8 @@ def test_a_template_that_names_a_machine_is_deployed_at_most_once() -> None:
     problem = two_machines()
     wanted = replace(problem.demands[0], buckets=(replace(problem.demands[0].buckets[0], rate_per_s=1e4),))
     problem = replace(problem, demands=(wanted,))
-    template = group_template(problem, wanted, [on("a")], "fp16")
-    rival = group_template(problem, wanted, [on("a", 2), on("a", 2)], "fp16")
+    template = group_template(problem, wanted, [replica_on("a")], "fp16")
+    rival = group_template(problem, wanted, [replica_on("a", 2), replica_on("a", 2)], "fp16")
     assert template is not None
     assert rival is not None
     program = columns(problem, {wanted.name: [template, rival]})
@@ -94,7 +94,7 @@ def test_a_template_that_names_a_machine_is_deployed_at_most_once() -> None:
 def test_verify_refuses_groups_that_exceed_their_machines() -> None:
     problem = two_machines()
     wanted = problem.demands[0]
-    template = group_template(problem, wanted, [on("a")], "fp16")
+    template = group_template(problem, wanted, [replica_on("a")], "fp16")
     assert template is not None
     program = columns(problem, {wanted.name: [template]})
     plan = plan_of(program, solve(program.program, time_limit_s=5.0), "test")
@@ -104,10 +104,10 @@ def test_verify_refuses_groups_that_exceed_their_machines() -> None:
         changed = replace(template, **changes)  # type: ignore[arg-type]
         return "; ".join(verify(problem, replace(plan, templates=(changed,))))
 
-    assert "4xA40 named 'c'" in broken(replicas=(on("c"),))
-    assert "rents 1" in broken(replicas=(on("a"), on("b")))
-    assert "rents 1" in broken(replicas=(on("a"), on("a")))
-    assert "must name" in broken(replicas=(on(""),))
+    assert "4xA40 named 'c'" in broken(replicas=(replica_on("c"),))
+    assert "rents 1" in broken(replicas=(replica_on("a"), replica_on("b")))
+    assert "rents 1" in broken(replicas=(replica_on("a"), replica_on("a")))
+    assert "must name" in broken(replicas=(replica_on(""),))
     twice = replace(plan, deployments=(Deployment(template.name, "pool", 2),))
     assert any("'a'" in item for item in verify(problem, twice))
     moved = replace(problem.pool, nodes=tuple(replace(n, region="far") for n in problem.pool.nodes))  # type: ignore[type-var, union-attr]
@@ -136,7 +136,7 @@ def reference(
 @pytest.mark.parametrize("codec", ["fp16", "int4"])
 def test_thin_link_limits_the_capacity_of_a_replica_pair(gbps: float, codec: Codec) -> None:
     problem = two_machines(gbps)
-    replicas = [on("a", role="prefill"), on("b", role="decode")]
+    replicas = [replica_on("a", role="prefill"), replica_on("b", role="decode")]
     result = group_capacity(problem, problem.demands[0], replicas, codec)[0].closed_per_s
     assert result == pytest.approx(reference(problem, problem.demands[0], replicas, codec), rel=1e-6)
 
@@ -161,7 +161,12 @@ def test_kv_transfer_within_a_machine_does_not_use_the_network_link() -> None:
 def test_adding_replicas_never_lowers_routed_capacity() -> None:
     problem = two_machines(5.0)
     wanted = problem.demands[0]
-    members = [on("a", 2, "prefill"), on("a", 2, "decode"), on("b", 2, "decode"), on("b", 2, "mixed")]
+    members = [
+        replica_on("a", 2, "prefill"),
+        replica_on("a", 2, "decode"),
+        replica_on("b", 2, "decode"),
+        replica_on("b", 2, "mixed"),
+    ]
     last = 0.0
     for size in range(2, 5):
         routed = route(problem, wanted, members[:size], "int4")[0]
@@ -176,7 +181,7 @@ def test_adding_replicas_never_lowers_routed_capacity() -> None:
 
 
 def test_components_join_replicas_that_share_a_machine_or_a_flow() -> None:
-    members = [on("a"), on("b"), on("b", 2), on("c"), on("d")]
+    members = [replica_on("a"), replica_on("b"), replica_on("b", 2), replica_on("c"), replica_on("d")]
     result = {frozenset(component) for component in components(members, [(3, 0)])}
     assert result == {frozenset({0, 3}), frozenset({1, 2}), frozenset({4})}
 
@@ -213,7 +218,7 @@ def test_pool_that_lost_machines_by_type_lacks_the_last_one() -> None:
 
 
 def test_pool_search_refuses_several_models_and_more_than_256_gpus() -> None:
-    both = a_problem(an_ask("x"), an_ask("y"))
+    both = a_problem(a_demand("x"), a_demand("y"))
     huge = a_problem(offers={"home": {"8xH100": (20.0, 33)}})
     for name in ("thunderserve", "hexgen"):
         with pytest.raises(InputError, match=f"{name} plans one model at a time, not x, y; use auto"):
@@ -225,7 +230,7 @@ def test_pool_search_refuses_several_models_and_more_than_256_gpus() -> None:
 
 
 def test_pool_plan_without_demand_rents_nothing() -> None:
-    problem = pool_problem(two_machines().pool, an_ask(rate_per_s=0.0))  # type: ignore[arg-type]
+    problem = pool_problem(two_machines().pool, a_demand(rate_per_s=0.0))  # type: ignore[arg-type]
     for name in ("thunderserve", "auto"):
         assert STRATEGIES[name](TemplateFactory(problem), QUICK).plan.deployments == ()
 
@@ -245,7 +250,7 @@ def test_pool_refuses_links_without_positive_bandwidth() -> None:
 
 def test_verify_reports_template_flows_that_do_not_add_up_or_overload_a_replica() -> None:
     problem = two_machines()
-    replicas = [on("a", 2, "prefill"), on("a", 2, "prefill"), on("b", 4, "decode")]
+    replicas = [replica_on("a", 2, "prefill"), replica_on("a", 2, "prefill"), replica_on("b", 4, "decode")]
     made = group_template(problem, problem.demands[0], replicas, "int4")
     assert made is not None
     assert sum(flow.share for flow in made.flows) == pytest.approx(1.0)

@@ -33,15 +33,15 @@ WANTED: ModelDemand = model_demand(
 
 
 @pytest.fixture(scope="module")
-def searched() -> tuple[PoolEvaluator, SearchResult]:
+def searched_pool() -> tuple[PoolEvaluator, SearchResult]:
     evaluator = PoolEvaluator(deducer(POOL, workload_of(WANTED, "int4"), QUICK.timing))
     return evaluator, search_with(evaluator, QUICK)
 
 
 def test_search_with_the_closed_form_as_external_attainment_scores_the_same(
-    searched: tuple[PoolEvaluator, SearchResult],
+    searched_pool: tuple[PoolEvaluator, SearchResult],
 ) -> None:
-    evaluator, result = searched
+    evaluator, result = searched_pool
     groups = result.state.groups
     score, routed = evaluator.weighed(groups, evaluator.attained(groups))
     assert score == result.score
@@ -52,9 +52,9 @@ def test_search_with_the_closed_form_as_external_attainment_scores_the_same(
 
 
 def test_every_replica_pair_is_simulated_once_at_a_feasible_rate(
-    searched: tuple[PoolEvaluator, SearchResult],
+    searched_pool: tuple[PoolEvaluator, SearchResult],
 ) -> None:
-    evaluator, result = searched
+    evaluator, result = searched_pool
     asked: list[tuple[PlannedReplica, PlannedReplica, float]] = []
 
     def estimate(prefill_replica: PlannedReplica, decode_replica: PlannedReplica, rate_per_s: float) -> float:
@@ -73,9 +73,9 @@ def test_every_replica_pair_is_simulated_once_at_a_feasible_rate(
 
 
 def test_search_result_whose_pairs_fail_simulation_is_not_chosen(
-    searched: tuple[PoolEvaluator, SearchResult],
+    searched_pool: tuple[PoolEvaluator, SearchResult],
 ) -> None:
-    evaluator, result = searched
+    evaluator, result = searched_pool
     assert result.others
     phases = zip(result.state.groups, result.configurations, strict=True)
     first = [group.takes[0][0] for group, _ in phases if group.phase == PREFILL]

@@ -23,7 +23,7 @@ KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 LOOSE = Slo(1e4, 0.06)  # Nobody misses the first token, so attained and served are the same.
 
 
-def small(rate_per_s: float, slo: Slo | None = None) -> PoolWorkload:
+def small_pool_workload(rate_per_s: float, slo: Slo | None = None) -> PoolWorkload:
     return workload("Llama-3.1-8B", (1155, 211), rate_per_s, slo or Slo(1.0, 0.06))
 
 
@@ -63,15 +63,15 @@ def test_exact_bound_of_a_pool_equals_the_allocation_optimum(seed: int) -> None:
     sizes = (2, 1, int(rng.integers(1, 4)))
     members = [catalog_node(f"n{i}", str(rng.choice(KINDS)), size) for i, size in enumerate(sizes)]
     pool = uniform_pool(members, 1e4)
-    bound = exact_bound(pool, small(1e3, LOOSE), PeakCosts(), time_limit_s=600.0)
-    assert allocated_per_s(pool, small(2 * bound, LOOSE)) == pytest.approx(bound, rel=2e-3)
+    bound = exact_bound(pool, small_pool_workload(1e3, LOOSE), PeakCosts(), time_limit_s=600.0)
+    assert allocated_per_s(pool, small_pool_workload(2 * bound, LOOSE)) == pytest.approx(bound, rel=2e-3)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_search_reaches_the_bound_when_links_do_not_bind(seed: int) -> None:
     rng = np.random.default_rng(20 + seed)
     pool = uniform_pool([catalog_node(f"n{i}", str(rng.choice(KINDS)), 2) for i in range(3)], 1e4)
-    work = small(1e3, LOOSE)
+    work = small_pool_workload(1e3, LOOSE)
     result = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts(), limits=SearchLimits(walks=8)))
     assert result.score.goodput_per_s == pytest.approx(exact_bound(pool, work, PeakCosts()), rel=1e-3)
 
@@ -80,7 +80,10 @@ def test_search_reaches_the_bound_when_links_do_not_bind(seed: int) -> None:
 def test_bound_with_a_known_value_or_fewer_columns_is_still_valid(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, work = random_pool(np.random.default_rng(40 + seed), 7, KINDS, largest=3), small(500.0)
+    pool, work = (
+        random_pool(np.random.default_rng(40 + seed), 7, KINDS, largest=3),
+        small_pool_workload(500.0),
+    )
     plain = exact_bound(pool, work, PeakCosts(), time_limit_s=600.0)
     known = exact_bound(pool, work, PeakCosts(), known_per_s=0.9 * plain, time_limit_s=600.0)
     assert known == pytest.approx(plain, rel=1e-3)

@@ -32,13 +32,13 @@ KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 PHASES = (0, 1, 2)
 
 
-def setting(seed: int) -> tuple[Pool, PoolWorkload, PoolEvaluator, NeighbourMoves]:
+def search_setting(seed: int) -> tuple[Pool, PoolWorkload, PoolEvaluator, NeighbourMoves]:
     pool = random_pool(np.random.default_rng(seed), 10, KINDS)
     work = workload("Llama-3.1-8B", (1155, 211), 40.0, Slo(1.0, 0.06))
     return pool, work, PoolEvaluator(deducer(pool, work, PeakCosts())), all_moves(pool, work, PHASES, 6)
 
 
-def everything(pool: Pool) -> tuple[tuple[int, int], ...]:
+def all_gpus(pool: Pool) -> tuple[tuple[int, int], ...]:
     return tuple((i, node.gpus) for i, node in enumerate(pool.nodes) if node.gpus)
 
 
@@ -48,19 +48,19 @@ def gpus_of(state: PoolUse) -> tuple[tuple[int, int], ...]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_search_neighbours_keep_all_gpus_and_the_group_limits(seed: int) -> None:
-    pool, _, evaluator, moves = setting(seed)
+    pool, _, evaluator, moves = search_setting(seed)
     rng = Random(seed)
     state = dealt_state(evaluator, PHASES, rng, kinds_of(pool), 6)
-    assert gpus_of(state) == everything(pool)
+    assert gpus_of(state) == all_gpus(pool)
     for item in all_near(moves, state, rng):
-        assert gpus_of(item) == everything(pool)
+        assert gpus_of(item) == all_gpus(pool)
         assert all(size_of(group.takes) <= 6 and moves.possible(group.takes) for group in item.groups)
         assert item.groups == tuple(sorted(item.groups))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_climb_ends_where_no_single_move_is_better(seed: int) -> None:
-    pool, _, evaluator, moves = setting(seed)
+    pool, _, evaluator, moves = search_setting(seed)
     hunt = TabuSearch(evaluator, moves, SearchSettings(seed=seed, timing=PeakCosts(), limits=SearchLimits()))
     start = dealt_state(evaluator, PHASES, hunt.rng, kinds_of(pool), 6)
     hunt._climb(start, evaluator.score(start.groups).value)
@@ -85,7 +85,7 @@ def test_swapping_equal_nodes_twice_restores_the_state() -> None:
 
 
 def test_order_cache_at_capacity_does_not_change_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, work, evaluator, _ = setting(3)
+    pool, work, evaluator, _ = search_setting(3)
     monkeypatch.setattr(deduce, "ORDERS", 4)
     forgetful = deducer(pool, work, PeakCosts())
     rng = Random(1)

@@ -101,7 +101,7 @@ def test_rescheduling_accepts_named_dead_groups(conversation: SearchResult) -> N
         groups_left(pool, conversation, {}, dead=[99])
 
 
-def chat() -> tuple[Pool, ModelDemand]:
+def chat_problem() -> tuple[Pool, ModelDemand]:
     pool = uniform_pool([catalog_node("a", "A40", 4), catalog_node("b", "RTX3090Ti", 4)], 40.0)
     traffic = Traffic("chat", 6.0, (LengthBin(300, 250, 0.6), LengthBin(1500, 200, 0.4)))
     return pool, model_demand("chat", models.model("Llama-3.1-8B"), Slo(2.0, 0.06), traffic)
@@ -109,7 +109,7 @@ def chat() -> tuple[Pool, ModelDemand]:
 
 @pytest.mark.parametrize("phases", [("prefill", "decode"), ("prefill", "decode", "mixed")])
 def test_search_result_templates_use_whole_machines(phases: tuple[str, ...]) -> None:
-    pool, wanted = chat()
+    pool, wanted = chat_problem()
     settings = SearchSettings(
         phases=phases, timing=CalibratedCosts(), limits=SearchLimits(walks=3, patience=30)
     )
@@ -126,7 +126,7 @@ def test_search_result_templates_use_whole_machines(phases: tuple[str, ...]) -> 
 
 
 def test_running_replicas_convert_back_to_the_search_state() -> None:
-    pool, wanted = chat()
+    pool, wanted = chat_problem()
     result = search(
         pool, workload_of(wanted, "int4"), SearchSettings(limits=SearchLimits(walks=2, patience=20))
     )
@@ -136,7 +136,7 @@ def test_running_replicas_convert_back_to_the_search_state() -> None:
 
 
 def test_search_trace_is_attainment_and_never_falls() -> None:
-    pool, wanted = chat()
+    pool, wanted = chat_problem()
     result = search(
         pool, workload_of(wanted, "int4"), SearchSettings(limits=SearchLimits(walks=2, patience=20))
     )

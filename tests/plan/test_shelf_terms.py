@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask, pipelines
+from plan_problems import a_demand, a_problem, pipelines
 
 from potluck.core.values.plan import Template
 from potluck.core.values.service import ModelTerms
@@ -27,10 +27,10 @@ ONE = ((1500, 200, 1.0),)
 OFFERS = {"east": {"1xL4": (0.8, 4), "1xL40S": (1.86, 2)}, "west": {"1xL4": (0.7, 3), "1xL40S": (1.7, 1)}}
 
 
-def the_problem(terms: ModelTerms) -> PlanningProblem:
+def two_model_problem(terms: ModelTerms) -> PlanningProblem:
     """Two models; reserved and spot nodes, head nodes and storage that are paid for."""
-    phi = an_ask("phi", model="Phi-4", rate_per_s=1.5, slo=Slo(3.0, 0.1), lengths=ONE)
-    problem = a_problem(replace(phi, terms=terms), an_ask("chat", lengths=ONE), offers=OFFERS)
+    phi = a_demand("phi", model="Phi-4", rate_per_s=1.5, slo=Slo(3.0, 0.1), lengths=ONE)
+    problem = a_problem(replace(phi, terms=terms), a_demand("chat", lengths=ONE), offers=OFFERS)
     east, west = problem.regions
     l4, l40s = east.offers
     cheap, other = west.offers
@@ -44,28 +44,28 @@ TERMS = ModelTerms(min_copies=1, max_copies=9, max_gpu_kinds=2)
 
 
 @cache
-def priced() -> tuple[PlanningProblem, ProgramColumns]:
-    problem = the_problem(TERMS)
+def priced_program() -> tuple[PlanningProblem, ProgramColumns]:
+    problem = two_model_problem(TERMS)
     return problem, columns(
-        problem, {demand.name: every(problem, demand.name, 6) for demand in problem.demands}
+        problem, {demand.name: all_pipelines_of(problem, demand.name, 6) for demand in problem.demands}
     )
 
 
-def every(problem: PlanningProblem, name: str, few: int) -> list[Template]:
+def all_pipelines_of(problem: PlanningProblem, name: str, few: int) -> list[Template]:
     demand = next(item for item in problem.demands if item.name == name)
     return pipelines(problem, demand, TemplateFactory(problem).prices, few=few)
 
 
 @cache
-def everything() -> tuple[Template, ...]:
+def unconstrained_pipelines() -> tuple[Template, ...]:
     """All pipelines of the first model, which know nothing of terms."""
-    return tuple(every(the_problem(ModelTerms()), "phi", 10_000))
+    return tuple(all_pipelines_of(two_model_problem(ModelTerms()), "phi", 10_000))
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 30), factor=st.sampled_from([0.0, 1.0, 1.3]))
 def test_priced_placement_costs_what_its_column_costs(seed: int, factor: float) -> None:
-    problem, result = priced()
+    problem, result = priced_program()
     program, draw = result.program, np.random.default_rng(seed)
     bins = sum(len(model.buckets) for model in program.models)
     shape = program.fleet.available.shape
@@ -93,20 +93,22 @@ def test_priced_placement_costs_what_its_column_costs(seed: int, factor: float) 
 @pytest.mark.parametrize("terms", [ModelTerms(max_copies=3), ModelTerms(max_nodes=3, max_gpu_kinds=1)])
 def test_generated_pipelines_give_the_same_cost_as_all_pipelines(terms: ModelTerms) -> None:
     """`coral` with the pipelines that were asked for costs what it does with all of them."""
-    problem = the_problem(terms)
+    problem = two_model_problem(terms)
     problem = replace(problem, demands=problem.demands[:1])
     (demand,) = problem.demands
     exact = SolveSettings(time_limit_s=30.0, gap_target=1e-7)
     grown = STRATEGIES["coral"](TemplateFactory(problem), exact)
     single = TemplateFactory(problem).phased(demand)
-    _, allocation = solve_with_codecs(problem, {demand.name: [*single, *everything()]}, gap_target=1e-7)
+    _, allocation = solve_with_codecs(
+        problem, {demand.name: [*single, *unconstrained_pipelines()]}, gap_target=1e-7
+    )
     assert grown.allocation.found == allocation.found
     if allocation.found:
         assert grown.allocation.cost_usd_per_h == pytest.approx(allocation.cost_usd_per_h, rel=1e-5)
 
 
 def test_pipelines_excluded_by_terms_are_not_generated() -> None:
-    problem = the_problem(ModelTerms(max_nodes=2, nodes=("1xL4",), regions=("east",)))
+    problem = two_model_problem(ModelTerms(max_nodes=2, nodes=("1xL4",), regions=("east",)))
     demand = problem.demands[0]
     placement_table = placement_table_of(problem, demand)
     few = len(placement_table.per_s)
@@ -131,7 +133,7 @@ def test_pipeline_node_limit_falls_with_more_types_and_models(types: int, models
 
 
 def test_pipeline_table_has_part_of_the_libraries_when_time_is_short() -> None:
-    problem = the_problem(ModelTerms())
+    problem = two_model_problem(ModelTerms())
     demand = problem.demands[0]
     some, whole = (
         placement_table_of(problem, demand, out_of_time=lambda: True),

@@ -26,7 +26,7 @@ INPUT, OUTPUT = 1155, 211
 
 
 @pytest.fixture(scope="module", params=["Phi-4", "GPT-OSS-20B", "MiMo-V2-Flash"])
-def both(request: pytest.FixtureRequest) -> tuple[StageRates, StageRates]:
+def phase_rates(request: pytest.FixtureRequest) -> tuple[StageRates, StageRates]:
     return stage_rates(models.model(request.param), NODES, SLO, INPUT, OUTPUT)
 
 
@@ -46,9 +46,9 @@ def decode_units(model: Model, node: NodeType, layers: range, stages: int, laten
 
 
 def test_stage_rate_of_a_whole_model_on_one_node_equals_the_step_timer(
-    both: tuple[StageRates, StageRates],
+    phase_rates: tuple[StageRates, StageRates],
 ) -> None:
-    prefill, decode = both
+    prefill, decode = phase_rates
     model, layers = prefill.model, range(prefill.model.layer_count)
     for g, node in enumerate(NODES):
         expected = decode_units(model, node, layers, 1, SLO.tpot_s)
@@ -63,9 +63,9 @@ def test_stage_rate_of_a_whole_model_on_one_node_equals_the_step_timer(
 
 
 def test_stage_rate_never_rises_with_more_layers_or_a_smaller_budget(
-    both: tuple[StageRates, StageRates],
+    phase_rates: tuple[StageRates, StageRates],
 ) -> None:
-    for rates in both:
+    for rates in phase_rates:
         assert rates.units.shape == (6, len(NODES), rates.model.layer_count)
         assert (np.diff(rates.units, axis=2) <= 0).all()
         # From two stages on: a whole model on one node also has both tables to keep.

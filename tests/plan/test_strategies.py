@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask
+from plan_problems import a_demand, a_problem
 
 from potluck.core.values.engine_abilities import ENGINES
 from potluck.core.values.plan import Charge, Deployment, plan_from_json, plan_to_json
@@ -38,9 +38,9 @@ def fleets(draw: st.DrawFn) -> PlanningProblem:
     for region in ("east", "west")[: draw(st.integers(1, 2))]:
         names = draw(st.lists(st.sampled_from(NODES), min_size=1, max_size=3, unique=True))
         offers[region] = {name: (draw(st.floats(0.3, 9.0)), draw(st.integers(1, 6))) for name in names}
-    asks = [an_ask(rate_per_s=draw(st.floats(0.5, 12.0)), slo=Slo(draw(st.floats(1.0, 4.0)), 0.08))]
+    asks = [a_demand(rate_per_s=draw(st.floats(0.5, 12.0)), slo=Slo(draw(st.floats(1.0, 4.0)), 0.08))]
     if draw(st.booleans()):
-        asks.append(an_ask("small", "Qwen2-7B", draw(st.floats(0.5, 8.0)), lengths=((500, 100, 1.0),)))
+        asks.append(a_demand("small", "Qwen2-7B", draw(st.floats(0.5, 8.0)), lengths=((500, 100, 1.0),)))
     links = (Link("east", "west", 5.0, 0.02),) if len(offers) == 2 else ()
     return a_problem(*asks, offers=offers, links=links)
 
@@ -97,7 +97,7 @@ def test_four_machines_are_chosen_only_when_they_save_more_than_their_complexity
     h100_usd_per_h: float, share: float, machines: int
 ) -> None:
     """Four RTX 4090 for $1.36 where one H100 would do."""
-    ask = an_ask("oss", "gpt-oss-120b", 0.1, Slo(2.0, 0.05), ((1000, 300, 1.0),))
+    ask = a_demand("oss", "gpt-oss-120b", 0.1, Slo(2.0, 0.05), ((1000, 300, 1.0),))
     offers = {"home": {"1xRTX4090": (0.34, 8), "1xH100": (h100_usd_per_h, 2)}}
     problem = replace(a_problem(ask, offers=offers), complexity_share=share)
     plan = STRATEGIES["auto"](TemplateFactory(problem), QUICK).plan
@@ -106,12 +106,12 @@ def test_four_machines_are_chosen_only_when_they_save_more_than_their_complexity
 
 def test_plan_ties_go_to_the_simpler_plan_that_survives_more_losses() -> None:
     """Two machines with one L4 each, one with two, or a pipeline of two: all cost the same."""
-    ask = an_ask(rate_per_s=1.5, slo=Slo(2.0, 0.12), lengths=((800, 200, 1.0),))
+    ask = a_demand(rate_per_s=1.5, slo=Slo(2.0, 0.12), lengths=((800, 200, 1.0),))
     problem = a_problem(ask, offers={"home": {"2xL4": (1.6, 4), "1xL4": (0.8, 8)}})
     outcome = STRATEGIES["auto"](TemplateFactory(replace(problem, complexity_share=0.05)), QUICK)
     assert describe(outcome.plan, "chat") == ("2 x mixed 1xL4 tp1 in home",)
     assert single_copies(problem, outcome.plan) == ()
-    little = a_problem(an_ask(rate_per_s=0.1))
+    little = a_problem(a_demand(rate_per_s=0.1))
     one = STRATEGIES["auto"](TemplateFactory(little), QUICK).plan
     assert [model for model, _ in single_copies(little, one)] == ["chat"]
 
@@ -122,7 +122,7 @@ def test_plan_survives_its_json_file() -> None:
 
 
 def test_fleet_too_small_gives_the_largest_fraction_and_names_the_binding_node() -> None:
-    problem = a_problem(an_ask(rate_per_s=500.0), offers={"home": {"1xA10G": (1.0, 2)}})
+    problem = a_problem(a_demand(rate_per_s=500.0), offers={"home": {"1xA10G": (1.0, 2)}})
     outcome = STRATEGIES["auto"](TemplateFactory(problem), QUICK)
     assert 0 < outcome.plan.fraction < 1
     assert "1xA10G" in str(outcome.allocation.shortfall)
@@ -136,7 +136,7 @@ def test_auto_is_not_costlier_than_a_strategy_when_time_runs_out() -> None:
         ticks = iter(range(10_000_000))
         return SolveSettings(time_limit_s=8.0, gap_target=0.0, clock=lambda: float(next(ticks)))
 
-    factory = TemplateFactory(a_problem(an_ask(rate_per_s=25.0)))
+    factory = TemplateFactory(a_problem(a_demand(rate_per_s=25.0)))
     best = STRATEGIES["auto"](factory, impatient()).plan
     for name in ("homo", "melange", "prfaas", "cauchy-mc"):
         plan = STRATEGIES[name](factory, replace(impatient(), time_limit_s=1.0)).plan
@@ -148,14 +148,14 @@ def test_plan_stopped_by_the_time_limit_is_sound() -> None:
     """A clock that jumps past the limit at once: whatever comes back, it serves what it says."""
     ticks = iter(range(0, 10_000_000, 1000))
     late = SolveSettings(time_limit_s=0.5, clock=lambda: float(next(ticks)))
-    problem = a_problem(an_ask(rate_per_s=30.0))
+    problem = a_problem(a_demand(rate_per_s=30.0))
     outcome = STRATEGIES["coral"](TemplateFactory(problem), late)
     assert verify(problem, outcome.plan) == ()
     assert outcome.plan.deployments or outcome.plan.fraction == 0
 
 
 def test_objective_below_the_physical_minimum_is_named_in_the_shortfall() -> None:
-    problem = a_problem(an_ask(slo=Slo(0.001, 0.0001, 1.0)))
+    problem = a_problem(a_demand(slo=Slo(0.001, 0.0001, 1.0)))
     outcome = STRATEGIES["auto"](TemplateFactory(problem), QUICK)
     assert outcome.plan.fraction == 0
     assert "chat" in str(outcome.allocation.shortfall)
@@ -163,7 +163,7 @@ def test_objective_below_the_physical_minimum_is_named_in_the_shortfall() -> Non
 
 def test_running_plan_is_kept_when_a_change_saves_less_than_its_penalty() -> None:
     offers = {"home": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}}
-    ask = an_ask(rate_per_s=3.0)
+    ask = a_demand(rate_per_s=3.0)
     dear = a_problem(ask, offers={"home": {"1xL40S": (1.86, 8), "1xA10G": (1.9, 8)}})
     previous_plan = STRATEGIES["melange"](TemplateFactory(dear), QUICK).plan
     cheap = a_problem(ask, offers=offers)
@@ -183,7 +183,7 @@ def test_pinned_deployment_is_in_the_plan(name: str) -> None:
 
 def test_term_that_excludes_nothing_does_not_change_the_plan() -> None:
     east = {"1xA100": (2.71, 48), "2xRTX4090": (1.35, 48), "1xH100": (4.43, 24), "2xA100": (4.35, 24)}
-    ask = an_ask("big", "Llama-3.1-70B", 1.2, Slo(3.43, 0.103), ((2500, 200, 1.0),))
+    ask = a_demand("big", "Llama-3.1-70B", 1.2, Slo(3.43, 0.103), ((2500, 200, 1.0),))
     asks = [ask, replace(ask, terms=ModelTerms(max_copies=40))]
     factories = [TemplateFactory(a_problem(each, offers={"east": east})) for each in asks]
     plans = [STRATEGIES["auto"](factory, QUICK).plan for factory in factories]
@@ -192,7 +192,7 @@ def test_term_that_excludes_nothing_does_not_change_the_plan() -> None:
 
 def test_remote_prefill_uses_a_link_only_when_there_is_one() -> None:
     """A site with compute but no memory to decode, one with memory but little compute: KV crosses, or cannot."""
-    ask = an_ask(rate_per_s=12.0, lengths=((6000, 200, 1.0),), slo=Slo(1.5, 0.06))
+    ask = a_demand(rate_per_s=12.0, lengths=((6000, 200, 1.0),), slo=Slo(1.5, 0.06))
     offers = {"site": {"1xH100": (3.0, 4)}, "home": {"1xA10G": (0.5, 40)}}
     joined = a_problem(ask, offers=offers, links=(Link("site", "home", 100.0, 0.02),), codecs=CODECS)
     plan = STRATEGIES["coral"](TemplateFactory(joined), QUICK).plan
@@ -255,14 +255,14 @@ def test_explanation_question_without_time_is_reported_as_not_known() -> None:
     ):
         ticks = count()
         hurried = SolveSettings(time_limit_s=4.0, clock=lambda ticks=ticks: 0.2 * next(ticks))
-        problem = a_problem(an_ask(rate_per_s=4.0 + place), offers={"east": offers})
+        problem = a_problem(a_demand(rate_per_s=4.0 + place), offers={"east": offers})
         given += check_reasons(problem, "melange", hurried)
     assert "not known" in given
 
 
 def test_simulated_plan_is_not_compared_with_plans_on_averages() -> None:
     """It has more than averages ask for: what a change costs is between plans of one kind."""
-    factory, planner = TemplateFactory(a_problem(an_ask(rate_per_s=4.0))), STRATEGIES["melange"]
+    factory, planner = TemplateFactory(a_problem(a_demand(rate_per_s=4.0))), STRATEGIES["melange"]
     base_outcome = planner(factory, QUICK)
     asks = tuple(with_rate(demand, 12.0) for demand in factory.problem.demands)
     more = planner(replace(factory, problem=replace(factory.problem, demands=asks)), QUICK)
@@ -278,7 +278,7 @@ def test_simulated_plan_is_not_compared_with_plans_on_averages() -> None:
 
 def test_choices_within_prediction_error_name_the_measurement_that_would_decide() -> None:
     """Of two GPUs that cost alike, the one that is known less is to be measured; one three times as dear is told."""
-    planner, ask = STRATEGIES["melange"], an_ask(rate_per_s=600.0)
+    planner, ask = STRATEGIES["melange"], a_demand(rate_per_s=600.0)
     alone = {
         node: planner(TemplateFactory(a_problem(ask, offers={"east": {node: (1.0, 999)}})), QUICK).plan
         for node in ("1xL40S", "1xH100-SXM")
@@ -337,7 +337,7 @@ def test_expected_plan_figures_use_full_capacity_and_all_charges(problem: Planni
 
 def test_mixed_replica_decodes_for_others_where_that_saves_a_node() -> None:
     """CRONUS's GPUs, four of each: with every replica in one role it takes four A100; so three and an A10 do."""
-    ask = an_ask(rate_per_s=23.6, slo=Slo(3.0, 0.1), lengths=((1014, 247, 1.0),))
+    ask = a_demand(rate_per_s=23.6, slo=Slo(3.0, 0.1), lengths=((1014, 247, 1.0),))
     problem = a_problem(ask, offers={"lab": {"1xA100-80": (1.59, 4), "1xA10": (1.29, 4)}})
     factory = TemplateFactory(problem)
     plan = STRATEGIES["auto"](factory, QUICK).plan
@@ -364,7 +364,7 @@ def test_mixed_replica_decodes_for_others_where_that_saves_a_node() -> None:
 
 def test_replica_with_two_roles_is_planned_only_where_both_are_used() -> None:
     """One node is enough: it is a plain mixed one; and without hand-overs nothing decodes for others."""
-    problem = a_problem(an_ask(rate_per_s=2.0))
+    problem = a_problem(a_demand(rate_per_s=2.0))
     factory = TemplateFactory(problem)
     (deployment,) = STRATEGIES["auto"](factory, QUICK).plan.deployments
     assert " mixed 1x" in deployment.template

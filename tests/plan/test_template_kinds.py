@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask, pipelines
+from plan_problems import a_demand, a_problem, pipelines
 
 from potluck.catalog import nodes
 from potluck.core.errors import CapacityError
@@ -27,20 +27,20 @@ from potluck.plan.timing.replica_rates import fits, layout_timer, replica_capaci
 from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, stage_rates
 from potluck.plan.verify import retimed
 
-ASK = an_ask()
+ASK = a_demand()
 PROBLEM = a_problem(ASK)
 PRICES = {o.node: o.price_usd_per_h for o in PROBLEM.regions[0].offers}
 SINGLE = homogeneous(PROBLEM, ASK, unwritten(ASK))
 
 
-def of(role: str) -> list[Template]:
+def templates_of_role(role: str) -> list[Template]:
     return [template for template in SINGLE if template.replicas[0].role == role]
 
 
 def test_single_templates_exist_for_every_role_and_offer_one_phase_each() -> None:
-    assert of("mixed")
-    assert of("prefill")
-    assert of("decode")
+    assert templates_of_role("mixed")
+    assert templates_of_role("prefill")
+    assert templates_of_role("decode")
     for template in SINGLE:
         assert len(template.capacity) == len(ASK.buckets)
         for capacity in template.capacity:
@@ -49,7 +49,7 @@ def test_single_templates_exist_for_every_role_and_offer_one_phase_each() -> Non
 
 
 def test_prefill_capacity_keeps_ttft_including_queueing() -> None:
-    for template in of("prefill"):
+    for template in templates_of_role("prefill"):
         timer = layout_timer(ASK, template.replicas[0].layout, PROBLEM.by_name)
         for capacity, demand in zip(template.capacity, ASK.buckets, strict=True):
             alone_s = float(prefill_s(timer, demand.new_tokens)[0])
@@ -65,7 +65,7 @@ def test_prefill_capacity_keeps_ttft_including_queueing() -> None:
 
 def test_prefill_capacity_equals_the_pipeline_library_rate() -> None:
     """Both take as many prompts into a step as there is room for."""
-    template = next(t for t in of("prefill") if t.nodes[0].node == "1xH100-SXM")
+    template = next(t for t in templates_of_role("prefill") if t.nodes[0].node == "1xH100-SXM")
     for demand, capacity in zip(ASK.buckets, template.capacity, strict=True):
         rates, _ = stage_rates(
             ASK.model,
@@ -88,7 +88,7 @@ def test_prefill_capacity_equals_the_pipeline_library_rate() -> None:
 )
 def test_prefill_capacity_is_bounded_by_kv_memory(name: str, prompt: int, staged: bool) -> None:
     """Weights that leave room for a token may not for a prompt, whole or the first part of one."""
-    ask = an_ask(model="Llama-3.1-70B", slo=Slo(60.0, 0.5), lengths=((prompt, 100, 1.0),))
+    ask = a_demand(model="Llama-3.1-70B", slo=Slo(60.0, 0.5), lengths=((prompt, 100, 1.0),))
     node = nodes.node_type(name)
     layout = single(node.name, node.gpus, ask.model.layer_count)
     if staged:
@@ -107,7 +107,7 @@ def test_prefill_capacity_is_bounded_by_kv_memory(name: str, prompt: int, staged
 
 
 def test_prefill_capacity_is_zero_for_lengths_that_do_not_fit() -> None:
-    ask = an_ask(model="Llama-3.1-70B", slo=Slo(60.0, 0.5), lengths=((500, 100, 0.5), (6000, 100, 0.5)))
+    ask = a_demand(model="Llama-3.1-70B", slo=Slo(60.0, 0.5), lengths=((500, 100, 0.5), (6000, 100, 0.5)))
     node = nodes.node_type("2xA100-80")
     rates = replica_capacity(
         ask, single(node.name, 2, ask.model.layer_count), {node.name: node}, "prefill", 0.8
@@ -116,7 +116,7 @@ def test_prefill_capacity_is_zero_for_lengths_that_do_not_fit() -> None:
 
 
 def test_tight_objective_leaves_only_templates_that_meet_it() -> None:
-    tight = an_ask(slo=Slo(0.12, 0.02))
+    tight = a_demand(slo=Slo(0.12, 0.02))
     names = {
         t.nodes[0].node
         for t in homogeneous(a_problem(tight), tight, unwritten(tight))
@@ -146,7 +146,7 @@ def test_combos_keep_only_the_better_direction_of_a_type_pair() -> None:
 
 
 def test_efficiency_is_tokens_per_dollar() -> None:
-    template = of("mixed")[0]
+    template = templates_of_role("mixed")[0]
     rate = served_per_s(ASK, template)
     time = sum(
         bucket.rate_per_s / c.closed_per_s for bucket, c in zip(ASK.buckets, template.capacity, strict=True)
@@ -158,7 +158,7 @@ def test_efficiency_is_tokens_per_dollar() -> None:
 
 
 def test_pair_capacity_is_never_below_its_high_end_replica_alone() -> None:
-    alone = {t.nodes[0].node: t for t in of("mixed")}
+    alone = {t.nodes[0].node: t for t in templates_of_role("mixed")}
     result = pairs(PROBLEM, ASK, SINGLE, unwritten(ASK))
     assert result
     better = 0
@@ -175,7 +175,7 @@ def test_pair_capacity_is_never_below_its_high_end_replica_alone() -> None:
 
 
 def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
-    big = an_ask("big", "Qwen3-32B", 0.5, Slo(6.0, 0.15))
+    big = a_demand("big", "Qwen3-32B", 0.5, Slo(6.0, 0.15))
     problem = a_problem(big, offers={"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16)}})
     prices = {"1xL40S": 1.86, "1xA10G": 1.0}
     assert not homogeneous(problem, big, unwritten(big))
@@ -201,7 +201,7 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
 @given(st.floats(0.3, 5.0), st.floats(0.02, 0.2), st.floats(1.05, 3.0))
 def test_looser_objective_never_lowers_capacity(ttft_s: float, tpot_s: float, looser: float) -> None:
     few = {"east": {"1xL40S": (1.86, 8), "2xL4": (1.6, 8)}}
-    tight, loose = an_ask(slo=Slo(ttft_s, tpot_s)), an_ask(slo=Slo(ttft_s * looser, tpot_s * looser))
+    tight, loose = a_demand(slo=Slo(ttft_s, tpot_s)), a_demand(slo=Slo(ttft_s * looser, tpot_s * looser))
     before = {t.name: t for t in homogeneous(a_problem(tight, offers=few), tight, unwritten(tight))}
     best: dict[tuple[str, str, int], float] = {}
     for template in homogeneous(a_problem(loose, offers=few), loose, unwritten(loose)):
@@ -216,7 +216,7 @@ def test_looser_objective_never_lowers_capacity(ttft_s: float, tpot_s: float, lo
 
 def test_mixed_pipeline_keeps_its_objective_and_gains_from_stages() -> None:
     """Two halves on two nodes have twice the memory and turn about: more than one node, at most about twice it."""
-    problem = a_problem(an_ask(lengths=((1000, 200, 1.0),)), offers={"east": {"1xL40S": (1.9, 2)}})
+    problem = a_problem(a_demand(lengths=((1000, 200, 1.0),)), offers={"east": {"1xL40S": (1.9, 2)}})
     ask, name = problem.demands[0], "1xL40S"
     whole = Layout((Stage(32, (StageNode(name, 1),)),))
     halves = Layout(tuple(Stage(16, (StageNode(name, 1),)) for _ in range(2)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_problems import a_problem, an_ask
+from plan_problems import a_demand, a_problem
 
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Deployment, Plan
@@ -22,17 +22,17 @@ SETTINGS = SolveSettings(time_limit_s=20.0)
 OFFERS = {"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}, "west": {"1xL40S": (2.2, 8)}}
 
 
-def asked(terms: ModelTerms, **more: object) -> PlanningProblem:
-    problem = a_problem(replace(an_ask(rate_per_s=5.0), terms=terms), offers=OFFERS)
+def problem_with_terms(terms: ModelTerms, **more: object) -> PlanningProblem:
+    problem = a_problem(replace(a_demand(rate_per_s=5.0), terms=terms), offers=OFFERS)
     return replace(problem, **more)  # type: ignore[arg-type]
 
 
-def planned(problem: PlanningProblem, strategy: str = "melange") -> PlanOutcome:
+def outcome_of(problem: PlanningProblem, strategy: str = "melange") -> PlanOutcome:
     return STRATEGIES[strategy](TemplateFactory(problem), SETTINGS)
 
 
-def sound(problem: PlanningProblem) -> Plan:
-    plan = planned(problem).plan
+def verified_plan(problem: PlanningProblem) -> Plan:
+    plan = outcome_of(problem).plan
     assert plan.fraction == 1
     assert verify(problem, plan) == ()
     return plan
@@ -42,52 +42,54 @@ def copies(plan: Plan) -> int:
     return sum(deployment.count for deployment in plan.deployments)
 
 
-PLAIN = asked(ModelTerms())
+PLAIN = problem_with_terms(ModelTerms())
 
 
-def offered(problem: PlanningProblem, **changes: NodeOffer) -> PlanningProblem:
+def problem_with_offers(problem: PlanningProblem, **changes: NodeOffer) -> PlanningProblem:
     east = problem.regions[0]
     offers = tuple(changes.get(offer.node.removeprefix("1x"), offer) for offer in east.offers)
     return replace(problem, regions=(replace(east, offers=offers), *problem.regions[1:]))
 
 
 def test_survive_node_term_adds_a_node_and_verify_requires_it() -> None:
-    plain, plan = sound(PLAIN), sound(asked(ModelTerms(survive="node")))
+    plain, plan = verified_plan(PLAIN), verified_plan(problem_with_terms(ModelTerms(survive="node")))
     assert copies(plan) > copies(plain)
     assert all(share.rate_per_s > 0 for share in plan.shares)
     assert len(plan.shares) >= len(plan.deployments)  # none of them idle until it is needed
     fewer = replace(plan, deployments=plain.deployments, templates=plain.templates, shares=plain.shares)
-    assert any("without a node of" in line for line in verify(asked(ModelTerms(survive="node")), fewer))
+    assert any(
+        "without a node of" in line for line in verify(problem_with_terms(ModelTerms(survive="node")), fewer)
+    )
 
 
 def test_homo_counts_spot_nodes_as_the_same_type() -> None:
     """Its one type may be rented both ways, so that a share on spot can be kept."""
     hedge = replace(PLAIN.node("1xL40S"), name="1xL40S spot")
-    problem = asked(ModelTerms(max_spot_share=0.0))
+    problem = problem_with_terms(ModelTerms(max_spot_share=0.0))
     east = problem.regions[0]
     offers = (*east.offers, NodeOffer("1xL40S spot", 0.4, 8, spot=True, preemptions_per_h=0.1))
     problem = replace(problem, regions=(replace(east, offers=offers),), nodes=(*problem.nodes, hedge))
-    plan = planned(problem, "homo").plan
+    plan = outcome_of(problem, "homo").plan
     assert plan.fraction == 1
     assert {node for _, node in plan.nodes} == {"1xL40S"}
     assert verify(problem, plan) == ()
 
 
 def test_survive_region_term_deploys_in_two_regions() -> None:
-    plan = sound(asked(ModelTerms(survive="region", survive_share=0.5)))
+    plan = verified_plan(problem_with_terms(ModelTerms(survive="region", survive_share=0.5)))
     assert {deployment.region for deployment in plan.deployments} == {"east", "west"}
 
 
 def test_max_spot_share_term_limits_the_demand_on_spot_nodes() -> None:
     cheap = NodeOffer("1xA10G", 0.3, 8, spot=True, preemptions_per_h=0.1)
-    free = offered(asked(ModelTerms()), A10G=cheap)
-    all_spot = sound(free)
+    free = problem_with_offers(problem_with_terms(ModelTerms()), A10G=cheap)
+    all_spot = verified_plan(free)
     assert {node for _, node in all_spot.nodes} == {"1xA10G"}
     (risk,) = spot_risks(free, all_spot)
     assert risk.served_without == 0
     assert risk.preemptions_per_h == pytest.approx(0.1 * risk.spot_nodes)
-    half = offered(asked(ModelTerms(max_spot_share=0.5)), A10G=cheap)
-    plan = sound(half)
+    half = problem_with_offers(problem_with_terms(ModelTerms(max_spot_share=0.5)), A10G=cheap)
+    plan = verified_plan(half)
     assert spot_risks(half, plan)[0].served_without >= 0.5
     assert any(charge.what == "preemptions" for charge in plan.charges)
     assert any("without spot nodes" in line for line in verify(half, all_spot))
@@ -106,16 +108,18 @@ def test_max_spot_share_term_limits_the_demand_on_spot_nodes() -> None:
     ],
 )
 def test_limit_terms_are_kept_and_verified(terms: ModelTerms) -> None:
-    problem = asked(terms)
-    plan = sound(problem)
+    problem = problem_with_terms(terms)
+    plan = verified_plan(problem)
     other = replace(
         PLAIN, demands=(replace(PLAIN.demands[0], terms=ModelTerms(nodes=("1xA10G",), regions=("east",))),)
     )
     if terms.regions or terms.residency or terms.nodes:
-        assert verify(problem, sound(other))
+        assert verify(problem, verified_plan(other))
     if terms.min_copies:
         assert copies(plan) >= 5
-        assert any("copies that decode, asked for 5" in line for line in verify(problem, sound(PLAIN)))
+        assert any(
+            "copies that decode, asked for 5" in line for line in verify(problem, verified_plan(PLAIN))
+        )
     if terms.max_copies:
         assert copies(plan) <= 3
 
@@ -126,9 +130,9 @@ def test_min_copies_counts_only_copies_that_serve_requests() -> None:
         "east": {"1xL40S": (1.86, 1), "1xA10G": (0.9, 1), "1xL4": (0.5, 1)},
         "west": {"1xL40S": (2.2, 1)},
     }
-    ask = replace(an_ask(rate_per_s=0.4), terms=ModelTerms(min_copies=2))
+    ask = replace(a_demand(rate_per_s=0.4), terms=ModelTerms(min_copies=2))
     problem = a_problem(ask, offers=one_each)
-    plan = planned(problem, "auto").plan
+    plan = outcome_of(problem, "auto").plan
     assert verify(problem, plan) == ()
     rates = {d.template: 0.0 for d in plan.deployments}
     for share in plan.shares:
@@ -138,26 +142,27 @@ def test_min_copies_counts_only_copies_that_serve_requests() -> None:
         able = [d for d in plan.deployments if plan.template(d.template).replicas[0].role != other]
         assert sum(d.count for d in able) >= 2
     assert (
-        planned(replace(problem, demands=(replace(ask, terms=ModelTerms(min_copies=3)),))).plan.fraction == 1
+        outcome_of(replace(problem, demands=(replace(ask, terms=ModelTerms(min_copies=3)),))).plan.fraction
+        == 1
     )
 
 
 def test_max_copies_serves_part_of_the_demand_and_names_the_limit() -> None:
-    outcome = planned(asked(ModelTerms(max_copies=1)))
+    outcome = outcome_of(problem_with_terms(ModelTerms(max_copies=1)))
     assert 0 < outcome.plan.fraction < 1
     assert "at most 1 copies of chat" in str(outcome.allocation.shortfall)
 
 
 def test_reserved_nodes_add_no_rent() -> None:
-    plain = sound(PLAIN)
-    paid = offered(PLAIN, L40S=NodeOffer("1xL40S", 1.86, 8, reserved=8))
-    plan = sound(paid)
+    plain = verified_plan(PLAIN)
+    paid = problem_with_offers(PLAIN, L40S=NodeOffer("1xL40S", 1.86, 8, reserved=8))
+    plan = verified_plan(paid)
     assert plan.cost_usd_per_h == pytest.approx(0.0)
     assert plain.cost_usd_per_h > 1
-    one = offered(PLAIN, L40S=NodeOffer("1xL40S", 1.86, 8, reserved=1))
-    assert sound(one).cost_usd_per_h == pytest.approx(plain.cost_usd_per_h - 1.86)
+    one = problem_with_offers(PLAIN, L40S=NodeOffer("1xL40S", 1.86, 8, reserved=1))
+    assert verified_plan(one).cost_usd_per_h == pytest.approx(plain.cost_usd_per_h - 1.86)
     few = without_nodes(paid, "east", "1xL40S", 2)  # fewer than are reserved
-    assert verify(few, planned(few).plan) == ()
+    assert verify(few, outcome_of(few).plan) == ()
     wrong = replace(plan, cost_usd_per_h=5.0)
     assert any("costs" in line for line in verify(paid, wrong))
 
@@ -166,9 +171,9 @@ def test_charges_beside_rent_decide_the_region() -> None:
     """West is dearer to rent, but has no head node to pay for."""
     east, west = PLAIN.regions
     regions = (replace(east, head_usd_per_h=50.0, storage_usd_per_gb_month=1.0), west)
-    plan = sound(replace(PLAIN, regions=regions))
+    plan = verified_plan(replace(PLAIN, regions=regions))
     assert {deployment.region for deployment in plan.deployments} == {"west"}
-    there = sound(replace(PLAIN, regions=(regions[0],)))
+    there = verified_plan(replace(PLAIN, regions=(regions[0],)))
     text = {charge.what: charge.usd_per_h for charge in there.charges}
     assert text["head nodes"] == 50.0
     assert text["weights in storage"] == pytest.approx(16.06 / 730, rel=0.01)
@@ -179,7 +184,7 @@ def test_egress_is_charged_and_verified() -> None:
     """One region only prefills, the other only decodes: KV must cross, and is paid for by the gigabyte."""
     links = (Link("east", "west", 50.0, 0.01, 0.05),)
     problem = a_problem(
-        an_ask(rate_per_s=2.0, slo=Slo(6.0, 0.06)),
+        a_demand(rate_per_s=2.0, slo=Slo(6.0, 0.06)),
         offers={"east": {"1xA10G": (0.4, 8)}, "west": {"1xL40S": (0.5, 1)}},
         links=links,
     )
@@ -201,36 +206,39 @@ def test_egress_is_charged_and_verified() -> None:
 
 
 def test_every_term_has_the_price_of_planning_without_it() -> None:
-    factory = TemplateFactory(asked(ModelTerms(survive="node", regions=("west",))))
+    factory = TemplateFactory(problem_with_terms(ModelTerms(survive="node", regions=("west",))))
     outcome = STRATEGIES["melange"](factory, SETTINGS)
     prices = {each.term: each for each in term_prices(factory, outcome, STRATEGIES["melange"], SETTINGS)}
     assert set(prices) == {"redundancy", "regions"}
     for price in prices.values():
         assert price.extra_usd_per_h is not None
         assert price.extra_usd_per_h > 0
-    saved = outcome.plan.total_usd_per_h - sound(asked(ModelTerms(regions=("west",)))).total_usd_per_h
+    saved = (
+        outcome.plan.total_usd_per_h
+        - verified_plan(problem_with_terms(ModelTerms(regions=("west",)))).total_usd_per_h
+    )
     assert prices["redundancy"].extra_usd_per_h == pytest.approx(saved)
 
 
 @pytest.mark.parametrize("strategy", ["cauchy", "cauchy-ce", "thunderserve", "hexgen"])
 def test_strategies_that_cannot_keep_a_term_refuse_it(strategy: str) -> None:
     with pytest.raises(InputError, match="cannot keep redundancy of chat"):
-        planned(asked(ModelTerms(survive="node")), strategy)
+        outcome_of(problem_with_terms(ModelTerms(survive="node")), strategy)
 
 
 def test_cauchy_plan_keeps_the_region_term() -> None:
-    problem = asked(ModelTerms(regions=("west",)))
-    plan = planned(problem, "cauchy").plan
+    problem = problem_with_terms(ModelTerms(regions=("west",)))
+    plan = outcome_of(problem, "cauchy").plan
     assert {deployment.region for deployment in plan.deployments} == {"west"}
     assert verify(problem, plan) == ()
     moved = replace(plan, deployments=(Deployment(plan.deployments[0].template, "east", 1),), shares=())
     assert any("let it run" in line for line in verify(problem, moved))
 
 
-def two(low: ModelTerms, high: ModelTerms, nodes: int) -> PlanningProblem:
+def two_model_problem(low: ModelTerms, high: ModelTerms, nodes: int) -> PlanningProblem:
     asks = (
-        replace(an_ask("low", rate_per_s=6.0), terms=low),
-        replace(an_ask("high", rate_per_s=6.0), terms=high),
+        replace(a_demand("low", rate_per_s=6.0), terms=low),
+        replace(a_demand("high", rate_per_s=6.0), terms=high),
     )
     return a_problem(*asks, offers={"east": {"1xL40S": (1.86, nodes)}})
 
@@ -239,9 +247,9 @@ def two(low: ModelTerms, high: ModelTerms, nodes: int) -> PlanningProblem:
 def test_model_with_higher_priority_is_served_first(spare: bool) -> None:
     """Nodes for about one of two models: alike half of each, by priority all of one and the rest of the other."""
     high = ModelTerms(priority=1, survive="node" if spare else None)
-    problem = two(ModelTerms(), high, 5 if spare else 4)
-    alike = planned(two(ModelTerms(), replace(high, priority=0), 5 if spare else 4)).plan
-    plan = planned(problem).plan
+    problem = two_model_problem(ModelTerms(), high, 5 if spare else 4)
+    alike = outcome_of(two_model_problem(ModelTerms(), replace(high, priority=0), 5 if spare else 4)).plan
+    plan = outcome_of(problem).plan
     assert alike.fraction_of("high") == alike.fraction_of("low") == alike.fraction < 1
     assert plan.fraction_of("high") == 1
     assert plan.fraction == plan.fraction_of("low") < alike.fraction
@@ -251,6 +259,6 @@ def test_model_with_higher_priority_is_served_first(spare: bool) -> None:
 
 
 def test_priorities_do_not_change_a_plan_that_serves_all_demand() -> None:
-    plan = planned(two(ModelTerms(priority=-3), ModelTerms(priority=5), 16)).plan
+    plan = outcome_of(two_model_problem(ModelTerms(priority=-3), ModelTerms(priority=5), 16)).plan
     assert plan.fraction == 1
     assert all(prediction.fraction is None for prediction in plan.predictions)

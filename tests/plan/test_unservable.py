@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_problems import a_problem, an_ask
+from plan_problems import a_demand, a_problem
 
 from potluck.core.values.types import Slo
 from potluck.plan.explain import budget_that_would_do, planned_rest, within_context
@@ -17,7 +17,7 @@ QUICK = SolveSettings(time_limit_s=10.0)
 
 
 def test_unservable_model_is_left_out_and_the_others_are_planned() -> None:
-    problem = a_problem(an_ask(rate_per_s=2.0), an_ask("strict", slo=Slo(0.001, 0.0001)))
+    problem = a_problem(a_demand(rate_per_s=2.0), a_demand("strict", slo=Slo(0.001, 0.0001)))
     assert PLAN(TemplateFactory(problem), QUICK).plan.fraction == 0
     shop, outcome, notes = planned_rest(PLAN, TemplateFactory(problem), QUICK)
     assert outcome.plan.fraction == 1
@@ -28,7 +28,7 @@ def test_unservable_model_is_left_out_and_the_others_are_planned() -> None:
 
 
 def test_requests_beyond_the_context_are_left_out_and_reported() -> None:
-    ask = an_ask(rate_per_s=2.0, lengths=((300, 200, 0.9), (400_000, 200, 0.1)))
+    ask = a_demand(rate_per_s=2.0, lengths=((300, 200, 0.9), (400_000, 200, 0.1)))
     problem, notes = within_context(a_problem(ask))
     assert [bucket.rate_per_s for bucket in problem.demands[0].buckets] == pytest.approx([1.8, 0.0])
     assert "10 % of its requests are longer than its context" in notes[0]
@@ -39,9 +39,9 @@ def test_requests_beyond_the_context_are_left_out_and_reported() -> None:
 
 
 def test_sufficient_budget_is_the_cost_of_a_plan_without_a_budget() -> None:
-    rich = a_problem(an_ask(rate_per_s=20.0))
+    rich = a_problem(a_demand(rate_per_s=20.0))
     cost = PLAN(TemplateFactory(rich), QUICK).plan.cost_usd_per_h
-    poor = a_problem(an_ask(rate_per_s=20.0), budget_usd_per_h=cost / 2)
+    poor = a_problem(a_demand(rate_per_s=20.0), budget_usd_per_h=cost / 2)
     assert PLAN(TemplateFactory(poor), QUICK).plan.fraction < 1
     assert budget_that_would_do(PLAN, TemplateFactory(poor), QUICK) == pytest.approx(cost)
     assert budget_that_would_do(PLAN, TemplateFactory(rich), QUICK) is None
@@ -49,11 +49,11 @@ def test_sufficient_budget_is_the_cost_of_a_plan_without_a_budget() -> None:
 
 def test_plan_rents_no_copy_without_work() -> None:
     """Where not even one copy can be had, no copy is rented; where some is served, every copy has work."""
-    two = (an_ask(rate_per_s=2.0), an_ask("second", rate_per_s=2.0))
+    two = (a_demand(rate_per_s=2.0), a_demand("second", rate_per_s=2.0))
     none = PLAN(TemplateFactory(a_problem(*two, budget_usd_per_h=0.5)), QUICK).plan
     assert none.fraction == 0
     assert none.deployments == ()
-    some = PLAN(TemplateFactory(a_problem(an_ask(rate_per_s=500.0), budget_usd_per_h=17.0)), QUICK).plan
+    some = PLAN(TemplateFactory(a_problem(a_demand(rate_per_s=500.0), budget_usd_per_h=17.0)), QUICK).plan
     busy = {(share.template, share.region) for share in some.shares if share.rate_per_s > 0}
     assert {(deployment.template, deployment.region) for deployment in some.deployments} == busy
 
@@ -61,8 +61,8 @@ def test_plan_rents_no_copy_without_work() -> None:
 @pytest.mark.parametrize("strategy", ["melange", "auto"])
 def test_budget_too_small_for_every_model_serves_the_models_that_fit(strategy: str) -> None:
     one = ((500, 200, 1.0),)
-    small = an_ask("small", lengths=one)
-    large = an_ask("large", model="Llama-3-70B", slo=Slo(5.0, 0.1), lengths=one)
+    small = a_demand("small", lengths=one)
+    large = a_demand("large", model="Llama-3-70B", slo=Slo(5.0, 0.1), lengths=one)
     offers = {"east": {"1xL40S": (1.86, 8), "8xH100": (50.0, 2)}}
     problem = a_problem(large, small, offers=offers, budget_usd_per_h=8.0)
     plan = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(20.0)).plan

@@ -22,7 +22,7 @@ def deadline() -> Deadline:
     return Deadline(LIMIT_S, time.process_time)
 
 
-def strengthened(program: FlowProgram) -> tuple[FlowProgram, float, float] | None:
+def strengthened_program(program: FlowProgram) -> tuple[FlowProgram, float, float] | None:
     """The program with its rows, and the bounds without and with them; None where it cannot be met."""
     pricer = Pricer(program)
     most = relax_flow(pricer, deadline(), at_cost=False, keys=pricer.first_keys())
@@ -40,7 +40,7 @@ def test_strengthening_rows_hold_for_every_feasible_plan(make: type[FlowProgram]
     rng, seen = np.random.default_rng(7), 0
     for seed in range(900, 908):
         program = make(seed, extras=False)  # type: ignore[call-arg]
-        result = strengthened(program)
+        result = strengthened_program(program)
         if result is None:
             continue
         rows = result[0].limits[len(program.limits) :]
@@ -72,7 +72,7 @@ def test_strengthened_relaxation_charges_a_fractional_copy_as_a_whole_one() -> N
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
     node_supply = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
-    result = strengthened(FlowProgram(node_supply, (model,)))
+    result = strengthened_program(FlowProgram(node_supply, (model,)))
     assert result is not None
     assert result[1] == pytest.approx(0.7)
     assert result[2] == pytest.approx(7.0)

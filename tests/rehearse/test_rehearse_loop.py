@@ -36,11 +36,11 @@ from potluck.sim.run import simulate
 GENEROUS = RehearsalRules(most_plans=100, most_solves=20)
 
 
-def verdict(name: str, holds: bool, answer_lengths: float = 20.0) -> Evidence:
+def evidence_for(name: str, holds: bool, answer_lengths: float = 20.0) -> Evidence:
     return Evidence(name, 0.9, (1.0 if holds else 0.5,) * 4, 10_000, answer_lengths=answer_lengths)
 
 
-def needing(
+def judge_needing(
     problem: PlanningProblem, needed: dict[str, float], fresh: dict[str, float] | None = None
 ) -> Judge:
     """A world in which a model holds from so many times its demand in capacity on; fresh runs may need more."""
@@ -48,7 +48,7 @@ def needing(
     def judge(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
         limits = (fresh or needed) if first_run >= FRESH else needed
         return tuple(
-            verdict(name, spare_of(plan, problem, name) >= limits[name] * (1 - 1e-9)) for name in names
+            evidence_for(name, spare_of(plan, problem, name) >= limits[name] * (1 - 1e-9)) for name in names
         )
 
     return judge
@@ -85,7 +85,7 @@ def fleets() -> list[Plan]:
 @pytest.mark.parametrize("needed", [0.5, 1.3, 2.2, 3.1])
 def test_plan_search_finds_the_cheapest_fleet_that_holds(needed: float, fleets: list[Plan]) -> None:
     problem = a_problem(a_traffic())
-    judge = needing(problem, {"chat": needed})
+    judge = judge_needing(problem, {"chat": needed})
     result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge, GENEROUS)
     assert result.chosen is not None
     held = [plan.cost_usd_per_h for plan in fleets if judge(plan, ["chat"], 0)[0].holds]
@@ -109,7 +109,7 @@ def test_plan_search_tries_a_different_plan_after_a_miss() -> None:
     problem = a_problem(traffic, offers={"1xL40S": (1.9, 3)})
 
     def judge(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
-        return tuple(verdict(name, sum(d.count for d in plan.deployments) >= 2) for name in names)
+        return tuple(evidence_for(name, sum(d.count for d in plan.deployments) >= 2) for name in names)
 
     result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge)
     assert result.chosen is not None
@@ -130,7 +130,7 @@ def test_plan_that_fails_the_longer_final_trial_is_not_chosen() -> None:
 
     def judge(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
         late = first_run >= FRESH and sum(d.count for d in plan.deployments) < 2
-        return tuple(verdict(name, not late, 20.0 if first_run >= FRESH else 3.0) for name in names)
+        return tuple(evidence_for(name, not late, 20.0 if first_run >= FRESH else 3.0) for name in names)
 
     chosen_plan = rehearse(TemplateFactory(problem), melange, SETTINGS, judge).chosen
     assert chosen_plan is not None
@@ -143,7 +143,9 @@ def test_plan_search_tries_other_strategies_when_the_cheapest_misses() -> None:
     problem = a_problem(a_traffic(rate_per_s=20.0))
 
     def judge(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
-        return tuple(verdict(name, not plan.flows and spare_of(plan, problem, name) >= 1) for name in names)
+        return tuple(
+            evidence_for(name, not plan.flows and spare_of(plan, problem, name) >= 1) for name in names
+        )
 
     shop = TemplateFactory(problem)
     alone = melange(shop, SETTINGS).plan
@@ -158,7 +160,7 @@ def test_plan_search_treats_models_separately_and_combines_them() -> None:
     problem = a_problem(*traffic)
     needed = {"chat": 2.5, "code": 0.7}
     planner = Mock(side_effect=melange)
-    result = rehearse(TemplateFactory(problem), planner, SETTINGS, needing(problem, needed), GENEROUS)
+    result = rehearse(TemplateFactory(problem), planner, SETTINGS, judge_needing(problem, needed), GENEROUS)
     assert result.chosen is not None
     planned = [[ask.name for ask in call.args[0].problem.demands] for call in planner.call_args_list]
     assert planned[:2] == [["chat", "code"], ["chat"]]
@@ -168,14 +170,14 @@ def test_plan_search_treats_models_separately_and_combines_them() -> None:
     alone = 0.0
     for item in traffic:
         one = a_problem(item)
-        single = rehearse(TemplateFactory(one), melange, SETTINGS, needing(one, needed), GENEROUS)
+        single = rehearse(TemplateFactory(one), melange, SETTINGS, judge_needing(one, needed), GENEROUS)
         alone += single.best.cost_usd_per_h
     assert result.chosen.cost_usd_per_h == pytest.approx(alone, rel=0.06)
 
 
 def test_plan_refuted_by_fresh_runs_is_not_chosen() -> None:
     problem = a_problem(a_traffic())
-    judge = needing(problem, {"chat": 1.3}, {"chat": 1.9})
+    judge = judge_needing(problem, {"chat": 1.3}, {"chat": 1.9})
     rules = replace(GENEROUS, fresh=True)
     result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge, rules)
     assert result.chosen is not None
@@ -188,7 +190,9 @@ def test_plan_refuted_by_fresh_runs_is_not_chosen() -> None:
 
 def test_plan_search_of_a_small_fleet_ends_on_its_nodes_with_the_closest_plan() -> None:
     problem = a_problem(a_traffic(), offers={"1xA10G": (1.0, 5)})
-    result = rehearse(TemplateFactory(problem), melange, SETTINGS, needing(problem, {"chat": 40.0}), GENEROUS)
+    result = rehearse(
+        TemplateFactory(problem), melange, SETTINGS, judge_needing(problem, {"chat": 40.0}), GENEROUS
+    )
     assert result.chosen is None
     assert result.end.ending == "nodes"
     assert "what binds: here: 1xA10G" in result.end.words
@@ -199,7 +203,7 @@ def test_plan_search_of_a_small_fleet_ends_on_its_nodes_with_the_closest_plan() 
 
 def test_plan_search_reports_the_limit_that_ended_it() -> None:
     problem = a_problem(a_traffic(rate_per_s=0.5), offers={"1xA10G": (1.0, 500)})
-    judge = needing(problem, {"chat": 4000.0})
+    judge = judge_needing(problem, {"chat": 4000.0})
     rules = RehearsalRules(most_plans=5, most_solves=3)
     factory = TemplateFactory(problem)
     result = rehearse(factory, melange, SETTINGS, judge, rules)
@@ -214,13 +218,13 @@ def test_plan_search_reports_the_limit_that_ended_it() -> None:
     assert all(item.end.longer_may_help for item in (result, hurried, few))
 
 
-def never(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
-    return tuple(verdict(name, False) for name in names)
+def judge_never(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
+    return tuple(evidence_for(name, False) for name in names)
 
 
 def test_plan_search_ends_on_the_budget_where_nodes_are_left() -> None:
     problem = replace(a_problem(a_traffic(), offers={"1xA10G": (1.0, 50)}), budget_usd_per_h=4.5)
-    result = rehearse(TemplateFactory(problem), melange, SETTINGS, never, GENEROUS)
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge_never, GENEROUS)
     assert (result.chosen, result.end.ending) == (None, "budget")
     assert "nodes" not in result.end.words
 
@@ -229,7 +233,7 @@ def test_plan_search_ends_on_terms_that_allow_no_more_copies() -> None:
     problem = a_problem(a_traffic(), offers={"1xA10G": (1.0, 50)})
     (ask,) = problem.demands
     limited = replace(problem, demands=(replace(ask, terms=ModelTerms(max_copies=4)),))
-    result = rehearse(TemplateFactory(limited), melange, SETTINGS, never, GENEROUS)
+    result = rehearse(TemplateFactory(limited), melange, SETTINGS, judge_never, GENEROUS)
     assert (result.chosen, result.end.ending) == (None, "terms")
     assert "at most 4 copies of chat" in result.end.words
 
@@ -239,7 +243,7 @@ def test_plan_search_ends_on_planner_runs_without_another_plan(most_solves: int)
     problem = a_problem(a_traffic(rate_per_s=0.2), offers={"1xL40S": (1.9, 1)})
     same = melange(TemplateFactory(problem), SETTINGS)
     rules = RehearsalRules(most_plans=50, most_solves=most_solves)
-    result = rehearse(TemplateFactory(problem), lambda factory, settings: same, SETTINGS, never, rules)
+    result = rehearse(TemplateFactory(problem), lambda factory, settings: same, SETTINGS, judge_never, rules)
     assert (result.chosen, len(result.steps), result.end.ending) == (None, 1, "solves")
     assert f"1 plan missed, and {most_solves} planner runs" in result.end.words
 
@@ -249,7 +253,7 @@ def test_plan_search_replaces_a_missed_large_node_by_larger_ones() -> None:
     problem = a_problem(a_traffic(rate_per_s=0.2), offers={"1xA10G": (1.0, 1), "1xL40S": (4.9, 4)})
 
     def judge(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
-        return tuple(verdict(name, any(node == "1xL40S" for _, node in plan.nodes)) for name in names)
+        return tuple(evidence_for(name, any(node == "1xL40S" for _, node in plan.nodes)) for name in names)
 
     result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge)
     assert result.chosen is not None, result.end
@@ -263,7 +267,7 @@ def test_plan_search_ends_on_combinations_that_do_not_fit_together() -> None:
 
     def judge(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
         counts = {name: sum(d.count for d in plan.of_models([name]).deployments) for name in names}
-        return tuple(verdict(name, counts[name] >= 2) for name in names)
+        return tuple(evidence_for(name, counts[name] >= 2) for name in names)
 
     result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge, GENEROUS)
     assert result.chosen is None
@@ -368,7 +372,7 @@ def test_mixed_pipeline_plan_runs_as_planned() -> None:
 def test_large_plan_is_found_in_few_planner_runs(needed: float) -> None:
     """With a hundred copies a trial is dear: a share more of all columns, then halfway back, and no solve between."""
     problem = a_problem(a_traffic(rate_per_s=800.0), offers={"1xL40S": (1.9, 400), "1xL4": (0.7, 400)})
-    judge, solve = needing(problem, {"chat": needed}), Mock(side_effect=melange)
+    judge, solve = judge_needing(problem, {"chat": needed}), Mock(side_effect=melange)
     result = rehearse(TemplateFactory(problem), solve, SETTINGS, judge, RehearsalRules(most_plans=12))
     assert result.chosen is not None
     averages_usd = result.averages.plan.cost_usd_per_h

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sim_fleets import SLOW, closed_plan, combo, flow_plan, load, mixed, prefill_only, problem
-from sim_minds import Around
+from sim_minds import WrappedBrain
 
 from potluck.core.brain.brain import Brain
 from potluck.core.errors import FormatError
@@ -58,7 +58,7 @@ def test_log_is_read_back_and_replays() -> None:
 
 
 def test_replay_detects_a_different_brain() -> None:
-    class Forgetful(Around):
+    class Forgetful(WrappedBrain):
         def on(self, at_s: float, event: Event) -> list[Action]:
             actions = self.brain.on(at_s, event)
             return [] if isinstance(event, RequestArrived) and event.request.id == "7" else actions
@@ -73,7 +73,7 @@ def test_replay_detects_a_different_brain() -> None:
 def test_log_with_templates_of_a_later_plan_replays() -> None:
     later = closed_plan((mixed(), "west", 1), (mixed(SLOW), "east", 2))
 
-    class Asking(Around):
+    class Asking(WrappedBrain):
         def on(self, at_s: float, event: Event) -> list[Action]:
             more: list[Action] = [Replan((), "test")] if isinstance(event, Tick) and at_s == 2.0 else []
             return self.brain.on(at_s, event) + more

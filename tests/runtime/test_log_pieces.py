@@ -116,7 +116,7 @@ def _replayed(*paths: Path) -> Any:
         return replay(lines, Brain)
 
 
-def _begins(piece: Path) -> str:
+def _first_head(piece: Path) -> str:
     text = gzip.decompress(piece.read_bytes()) if piece.suffix == ".gz" else piece.read_bytes()
     return str(json.loads(text.partition(b"\n")[0])["begins"])
 
@@ -131,7 +131,7 @@ def test_log_pieces_are_compressed_and_replay_as_one_log(
     assert all(piece.stat().st_mode & 0o077 == 0 for piece in pieces)
     replayed = _replayed(tmp_path)
     assert (replayed.difference, replayed.events, replayed.runs, replayed.since_s) == ("", count, 2, 0.0)
-    assert {_begins(piece) for piece in pieces} == {"run", "facts", "state"}
+    assert {_first_head(piece) for piece in pieces} == {"run", "facts", "state"}
     with log_lines([tmp_path]) as lines:
         assert len(from_log(lines).workload.arrival_s) == 400
 
@@ -150,7 +150,7 @@ def test_bounded_log_replays_from_its_oldest_remaining_checkpoint(
     assert replayed.difference == ""
     assert 0 < replayed.events < count
     assert replayed.since_s > 0
-    whole = next(piece for piece in pieces if _begins(piece) == "state")
+    whole = next(piece for piece in pieces if _first_head(piece) == "state")
     assert _replayed(whole).difference == "", "a piece with a state stands alone"
     with log_lines([tmp_path]) as lines:
         assert from_log(lines).workload.arrival_s[0] == 0.0
@@ -158,7 +158,7 @@ def test_bounded_log_replays_from_its_oldest_remaining_checkpoint(
     assert json.loads(ran.output)["since_s"] == replayed.since_s
     ran = CliRunner().invoke(cli, ["replay", str(tmp_path)])
     assert "older pieces were dropped" in ran.output
-    gone = next((piece for piece in pieces if _begins(piece) == "facts"), None)
+    gone = next((piece for piece in pieces if _first_head(piece) == "facts"), None)
     if gone is not None:
         with pytest.raises(InputError, match="goes on with a run"):
             _replayed(gone)

@@ -16,7 +16,7 @@ Touch = tuple[float, int, str, tuple[float, ...]]
 
 
 @dataclass
-class Life:
+class ReplicaLife:
     happenings: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Of each request: what, when."""
     statuses: list[ReplicaStatus] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Life:
     looks: int = 0
 
 
-def touches(seed: int, requests: int, limits: BatchLimits, step_s: float) -> list[Touch]:
+def scenario_events(seed: int, requests: int, limits: BatchLimits, step_s: float) -> list[Touch]:
     """What is done to the replica, in time order."""
     rng = Random(seed)
     room = limits.total_blocks * limits.block_tokens
@@ -65,11 +65,11 @@ def touches(seed: int, requests: int, limits: BatchLimits, step_s: float) -> lis
     return sorted(result)
 
 
-def live(
+def run_scenario(
     table: StepTimes, limits: BatchLimits, plan: list[Touch], *, fast_forward: bool, single: bool = True
-) -> tuple[SimEngine, Life]:
+) -> tuple[SimEngine, ReplicaLife]:
     """Carry a plan out until the replica is idle; handed-over KV is released a while after it was computed."""
-    sim_engine, life = SimEngine(table, limits, fast_forward=fast_forward), Life()
+    sim_engine, life = SimEngine(table, limits, fast_forward=fast_forward), ReplicaLife()
     events = list(plan)
     reserved: set[int] = set()
     while events or sim_engine.wake_s < inf:
@@ -91,7 +91,7 @@ def live(
 
 def _touch(
     sim_engine: SimEngine,
-    life: Life,
+    life: ReplicaLife,
     at_s: float,
     what: str,
     figures: tuple[float, ...],

@@ -23,14 +23,14 @@ def requests(*rows: tuple[float, int, int], blocks: PrefixBlocks | None = None) 
     return workload(MODEL, times.astype(float), prompts, outputs, blocks=blocks)
 
 
-class Around:
+class WrappedBrain:
     """The Brain and a say around it. It cannot be inherited from where it is compiled."""
 
     def __init__(self, facts: FleetFacts, policy: Policy) -> None:
         self.brain = Brain(facts, policy)
 
 
-class Fixed:
+class FixedRouteBrain:
     """Starts what the plan says and sends every request along one route; keeps what it was told."""
 
     def __init__(self, route: Callable[[int], object], more: dict[float, list[Action]] | None = None) -> None:

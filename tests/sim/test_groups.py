@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sim_fleets import SLOW, closed_plan, load, mixed, problem
-from sim_minds import Around, requests
+from sim_minds import WrappedBrain, requests
 
 from potluck.catalog import models, nodes
 from potluck.core.state.actions import Action
@@ -55,7 +55,7 @@ LAYERS = LLAMA.layer_count
 NAMES = ("a", "b", "c")
 
 
-def scene(rate_per_s: float = 4.0, gbps: float = 20.0) -> ResolvedPlan:
+def group_problem(rate_per_s: float = 4.0, gbps: float = 20.0) -> ResolvedPlan:
     """A prefill pipeline over a and b; decoders on c and on what is left of a and b."""
 
     def on(*stages: tuple[str, int, int]) -> Layout:
@@ -102,7 +102,7 @@ def steady(count: int, rate_per_s: float, prompt: int = 1000, output: int = 100)
 
 
 def test_simulated_group_follows_its_plan_over_the_machine_links() -> None:
-    resolved_plan = scene()
+    resolved_plan = group_problem()
     result = simulate(resolved_plan, steady(1200, 4.0))
     outcome = compared(resolved_plan, result)
     assert not disagreements(outcome), disagreements(outcome)
@@ -121,12 +121,12 @@ def test_simulated_group_follows_its_plan_over_the_machine_links() -> None:
 def test_kv_transfer_of_a_group_ends_with_the_layers_over_the_slowest_link() -> None:
     """All layers over one link would take 32 / 20 as long."""
     runs = [
-        simulate(scene(gbps=gbps), steady(50, 0.2), settings=SimSettings(overlap=False))
+        simulate(group_problem(gbps=gbps), steady(50, 0.2), settings=SimSettings(overlap=False))
         for gbps in (2.0, 1.0)
     ]
     ttft = [run.records.first_token_s - run.records.arrival_s for run in runs]
-    replica_models = ReplicaModels(scene())
-    replica_models.learn(scene().plan)
+    replica_models = ReplicaModels(group_problem())
+    replica_models.learn(group_problem().plan)
     slowest_bytes = replica_models.kv["chat"].wire_bytes(0, 1000, "int4") * 20 / LAYERS
     gap_s = (ttft[1] - ttft[0])[runs[0].records.decode_replica == 1]
     assert len(gap_s) == 25
@@ -137,7 +137,7 @@ def test_kv_transfer_of_a_group_ends_with_the_layers_over_the_slowest_link() -> 
 
 
 def test_lost_machine_is_detected_by_missed_heartbeats_and_stays_lost() -> None:
-    resolved_plan, workload = scene(), steady(1200, 4.0)
+    resolved_plan, workload = group_problem(), steady(1200, 4.0)
     faults = parse_faults("faults: [{at_s: 100, kind: node, node: c}]", "f")
     policy = Policy(scaling="flips", window_s=30.0)
     runs = [
@@ -158,7 +158,7 @@ def test_lost_machine_is_detected_by_missed_heartbeats_and_stays_lost() -> None:
 
 
 def test_shift_to_long_prompts_flips_a_decode_replica_of_a_group() -> None:
-    resolved_plan = scene(16.0)
+    resolved_plan = group_problem(16.0)
     arrival_s = np.arange(4800) / 16.0
     prompts = np.where(arrival_s < 100, 600, 1900)
     load = workload("chat", arrival_s, prompts, np.where(arrival_s < 100, 100, 8))
@@ -171,7 +171,7 @@ def test_shift_to_long_prompts_flips_a_decode_replica_of_a_group() -> None:
 
 
 def test_group_template_without_flows_is_accepted() -> None:
-    assert replace(scene().plan.templates[0], flows=()).flows == ()
+    assert replace(group_problem().plan.templates[0], flows=()).flows == ()
 
 
 LENGTHS = (1200, 60)
@@ -215,7 +215,7 @@ def served(plan: Plan) -> SimResult:
     return simulate(resolved, load, Policy(scaling="cauchy", window_s=30.0))
 
 
-def late(result: SimResult) -> int:
+def late_requests(result: SimResult) -> int:
     """Of those who came in the last three minutes, how many were not served in time."""
     records = result.records
     received = records.arrival_s > 420
@@ -231,8 +231,10 @@ def test_candidate_templates_are_started_under_overload_and_serve(plan: Plan) ->
     begun = {replica.template for replica in offered.replicas} - own
     assert begun
     assert all(replica.busy_s > 0 for replica in offered.replicas if replica.template in begun)
-    assert late(alone) > 400
-    assert late(offered) < 120, "a tenth may be late: the rule leaves a fifth more than is planned for alone"
+    assert late_requests(alone) > 400
+    assert late_requests(offered) < 120, (
+        "a tenth may be late: the rule leaves a fifth more than is planned for alone"
+    )
 
 
 FAST_NODE, SLOW_NODE = "1xH100-SXM", "1xL4"
@@ -291,7 +293,7 @@ def test_planner_gets_current_prices_supply_and_running_deployments() -> None:
 def test_simultaneous_market_changes_are_reported_once() -> None:
     message: list[tuple[float, MarketReported]] = []
 
-    class Listening(Around):
+    class Listening(WrappedBrain):
         def on(self, at_s: float, event: Event) -> list[Action]:
             if isinstance(event, MarketReported):
                 message.append((at_s, event))

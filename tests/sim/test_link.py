@@ -28,7 +28,7 @@ OPS = st.lists(
 )
 
 
-class Slow:
+class SlowReference:
     """Shares by going through all transfers at every change: all of the rate is used while one is open, tenants have
     it by weight, and each one's transfers evenly."""
 
@@ -63,7 +63,7 @@ class Slow:
 
 @given(OPS)
 def test_shared_pipe_equals_the_reference_and_conserves_bytes(ops: list[Op]) -> None:
-    pipe, slow = SharedPipe("link", "a", "b", 10.0, 0.0), Slow(10.0)
+    pipe, slow = SharedPipe("link", "a", "b", 10.0, 0.0), SlowReference(10.0)
     ends: dict[int, float] = {}
     now_s, keys = 0.0, 0
 

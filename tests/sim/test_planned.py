@@ -47,7 +47,7 @@ from potluck.sim.run import simulate
 from potluck.sim.world.faults import parse_faults
 
 
-def named(plan: Plan, **rates: float) -> Plan:
+def plan_with_rates(plan: Plan, **rates: float) -> Plan:
     """With these requests a second on the templates whose names end so."""
     shares = tuple(
         PlannedShare(t.name, "east", 0, "closed", rate)
@@ -60,10 +60,10 @@ def named(plan: Plan, **rates: float) -> Plan:
 
 def two_kinds() -> ResolvedPlan:
     plan = closed_plan((mixed(FAST), "east", 1), (mixed(SLOW), "east", 1))
-    return replace(problem(named(plan, H100=9.0, L4=1.0)), slos={MODEL: Slo(2.0, 0.2)})
+    return replace(problem(plan_with_rates(plan, H100=9.0, L4=1.0)), slos={MODEL: Slo(2.0, 0.2)})
 
 
-def found_in(
+def deviations_of(
     resolved: ResolvedPlan, requests: Workload, ran: ResolvedPlan | None = None
 ) -> dict[str, list[PlanDeviation]]:
     result = simulate(ran or resolved, requests)
@@ -75,7 +75,7 @@ def found_in(
 
 def test_run_that_follows_its_plan_agrees_in_every_comparison() -> None:
     resolved = problem(flow_plan((prefill_only(), "east", 1), (decode_only(), "west", 1)))
-    result = found_in(resolved, load(2000, 10.0, prompt=(900, 1100), output=(80, 120)))
+    result = deviations_of(resolved, load(2000, 10.0, prompt=(900, 1100), output=(80, 120)))
     assert set(result) == {"served", "attainment", "rate", "flow", "busy", "link"}
     wrong = disagreements(item for part in result.values() for item in part)
     assert not wrong, wrong
@@ -86,8 +86,8 @@ def test_run_that_follows_its_plan_agrees_in_every_comparison() -> None:
 
 def test_planned_replica_without_work_is_reported_as_broken() -> None:
     resolved = two_kinds()
-    other = replace(resolved, plan=named(resolved.plan, H100=10.0))
-    result = found_in(resolved, load(1000, 10.0), other)
+    other = replace(resolved, plan=plan_with_rates(resolved.plan, H100=10.0))
+    result = deviations_of(resolved, load(1000, 10.0), other)
     (idle,) = result["work"]
     assert idle.verdict == "broken"
     assert "L4" in idle.name
@@ -97,7 +97,9 @@ def test_planned_replica_without_work_is_reported_as_broken() -> None:
 
 def test_link_bytes_beyond_the_plan_are_reported() -> None:
     ends = (prefill_only(), "east", 1), (decode_only(), "west", 1)
-    result = found_in(problem(flow_plan(*ends, codec="int4")), load(500, 10.0), problem(flow_plan(*ends)))
+    result = deviations_of(
+        problem(flow_plan(*ends, codec="int4")), load(500, 10.0), problem(flow_plan(*ends))
+    )
     (link,) = result["link"]
     assert link.verdict == "differs"
     assert link.ran > 3 * link.planned.high
@@ -105,7 +107,9 @@ def test_link_bytes_beyond_the_plan_are_reported() -> None:
 
 def test_planned_link_without_traffic_is_reported() -> None:
     ends = (prefill_only(), "east", 1), (decode_only(), "west", 1)
-    result = found_in(problem(flow_plan(*ends)), load(500, 10.0), problem(closed_plan((mixed(), "east", 1))))
+    result = deviations_of(
+        problem(flow_plan(*ends)), load(500, 10.0), problem(closed_plan((mixed(), "east", 1)))
+    )
     (link,) = result["link"]
     assert (link.ran, link.verdict) == (0.0, "differs")
 
@@ -115,18 +119,18 @@ def test_planned_flow_below_one_request_is_not_reported() -> None:
     resolved = problem(closed_plan((mixed(), "east", 1)))
     left = PlannedFlow(MODEL, 0, "east", "west", 1e-5)
     told = replace(resolved, plan=replace(resolved.plan, flows=(left,)))
-    (link,) = found_in(told, load(500, 10.0), resolved)["link"]
+    (link,) = deviations_of(told, load(500, 10.0), resolved)["link"]
     assert (link.ran, link.verdict) == (0.0, "agrees")
 
 
 def test_unserved_requests_and_missed_attainment_are_reported() -> None:
     resolved = replace(problem(closed_plan((mixed(SLOW), "east", 1))), slos={MODEL: Slo(1.0, 0.06)})
-    result = found_in(resolved, load(1500, 10.0))
+    result = deviations_of(resolved, load(1500, 10.0))
     assert [item.verdict for item in result["served"] + result["attainment"]] == ["differs", "differs"]
 
 
 def test_fewer_requests_than_planned_are_no_disagreement() -> None:
-    result = found_in(problem(closed_plan((mixed(), "east", 1))), load(400, 2.0))
+    result = deviations_of(problem(closed_plan((mixed(), "east", 1))), load(400, 2.0))
     assert not disagreements(item for part in result.values() for item in part)
     assert result["rate"][0].planned.high < 3.0
 

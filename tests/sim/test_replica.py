@@ -10,7 +10,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from replica_scenarios import live, touches
+from replica_scenarios import run_scenario, scenario_events
 from sim_fleets import LONGEST, MODEL, closed_plan, decode_only, mixed, prefill_only, problem, workload
 
 from potluck.catalog import models, nodes
@@ -38,7 +38,7 @@ from potluck.sim.step_table import StepTimes, step_table
 SCENARIOS = 1000
 
 
-class Plain:
+class BentTimer:
     """A step takes what its parts take, with a bend where the context is long."""
 
     confidence: Confidence = "assumed"
@@ -55,7 +55,7 @@ def tables() -> dict[str, StepTimes]:
     two = Layout(tuple(Stage(16, (StageNode(name, 1),)) for name in names))
     known = {name: nodes.node_type(name) for name in names}
     return {
-        "plain": step_table(Plain()),
+        "plain": step_table(BentTimer()),
         "roofline": step_table(roofline(small, known["1xH100-SXM"], 1)),
         "pipeline": step_table(pipeline(small, two, known)),
     }
@@ -80,10 +80,10 @@ def test_fast_forwarded_replica_equals_one_stepped_singly(name: str) -> None:
     step_s = table.step_s((), 4, 400)
     for seed in range(SCENARIOS * {"plain": 8, "roofline": 1, "pipeline": 1}[name] // 10):
         limits = bounds(Random(seed))
-        plan = touches(seed, 12, limits, step_s)
+        plan = scenario_events(seed, 12, limits, step_s)
         single = seed % 2 == 0  # else requests of three tenants
         (fast, ours), (slow, theirs) = (
-            live(table, limits, plan, fast_forward=on, single=single) for on in (True, False)
+            run_scenario(table, limits, plan, fast_forward=on, single=single) for on in (True, False)
         )
         assert ours.happenings.keys() == theirs.happenings.keys()
         for key, happened in ours.happenings.items():
@@ -119,7 +119,7 @@ def test_lone_request_takes_its_prefill_and_decode_steps() -> None:
 
 
 def test_arriving_request_waits_for_the_running_step() -> None:
-    sim_engine = SimEngine(step_table(Plain()), BatchLimits(1000))
+    sim_engine = SimEngine(step_table(BentTimer()), BatchLimits(1000))
     sim_engine.add(0.0, 0, 100, 0, 50)
     [(first_s, kind, _)] = sim_engine.advance(sim_engine.wake_s)
     assert kind == FIRST
@@ -133,7 +133,7 @@ def test_arriving_request_waits_for_the_running_step() -> None:
 
 
 def test_replica_status_query_does_not_change_the_simulation() -> None:
-    asked, left_alone = (SimEngine(step_table(Plain()), BatchLimits(1000)) for _ in range(2))
+    asked, left_alone = (SimEngine(step_table(BentTimer()), BatchLimits(1000)) for _ in range(2))
     for sim_engine in (asked, left_alone):
         sim_engine.add(0.0, 0, 100, 0, 200)
     while asked.wake_s < inf:
@@ -145,7 +145,7 @@ def test_replica_status_query_does_not_change_the_simulation() -> None:
 
 
 def test_replica_slowdown_applies_from_the_next_step() -> None:
-    sim_engine = SimEngine(step_table(Plain()), BatchLimits(1000))
+    sim_engine = SimEngine(step_table(BentTimer()), BatchLimits(1000))
     sim_engine.add(0.0, 0, 100, 0, 11)
     first_s = sim_engine.advance(sim_engine.wake_s)[0][0]
     row, context = sim_engine.table.row(1), 100
@@ -162,7 +162,7 @@ def token_counts(sim_engine: SimEngine) -> Floats:
 
 
 def test_token_gaps_are_counted_for_every_token_but_the_first() -> None:
-    sim_engine = SimEngine(step_table(Plain()), replica_limits(step_table(Plain()), 1000))
+    sim_engine = SimEngine(step_table(BentTimer()), replica_limits(step_table(BentTimer()), 1000))
     for key in range(5):
         sim_engine.add(0.01 * key, key, 50, 0, 20)
     assert sim_engine.reserve(0.06, 5, 64)
@@ -176,7 +176,7 @@ def test_token_gaps_are_counted_for_every_token_but_the_first() -> None:
 
 def test_preempted_request_has_one_long_token_gap() -> None:
     limits = BatchLimits(20, token_budget=512, max_running=8, spare_blocks=0)
-    sim_engine = SimEngine(step_table(Plain()), limits)
+    sim_engine = SimEngine(step_table(BentTimer()), limits)
     for key in range(2):
         sim_engine.add(0.0, key, 100, 0, 100)
     result = sim_engine.advance(100.0)
@@ -187,7 +187,7 @@ def test_preempted_request_has_one_long_token_gap() -> None:
     assert 0.05 < EDGES_S[np.flatnonzero(counts)[-1]] < waited_s
 
 
-class Steady:
+class SteadyTimer:
     confidence: Confidence = "assumed"
 
     def __init__(self, seconds: float) -> None:
@@ -200,7 +200,7 @@ class Steady:
 def ends_s(arrivals_s: list[float], outputs: list[int], slots: int, step_s: float) -> Floats:
     """When a replica is done with each request, all with a prompt of one token."""
     limits = BatchLimits(1 << 24, token_budget=1 << 20, max_running=slots)
-    sim_engine = SimEngine(step_table(Steady(step_s)), limits)
+    sim_engine = SimEngine(step_table(SteadyTimer(step_s)), limits)
     result = [0.0] * len(arrivals_s)
     place, count = 0, len(arrivals_s)
     while True:
@@ -279,7 +279,7 @@ def erlang_wait_s(servers: int, load: float) -> float:
 SHORT = 4000
 
 
-def divided() -> Plan:
+def threshold_plan() -> Plan:
     """Prompts above 4,000 tokens are prefilled in the west; two replicas in the east prefill the others."""
     prefill = replace(
         prefill_only(),
@@ -317,7 +317,7 @@ def mean_ttft_s(policy: Policy, long_share: float) -> float:
     long = rng.random(count) < long_share
     prompts = np.where(long, rng.integers(5000, 20_000, count), rng.integers(200, 3000, count))
     work = workload(MODEL, arrival_s, prompts, rng.integers(20, 100, count))
-    records = simulate(problem(divided(), gbps=400.0), work, policy).records
+    records = simulate(problem(threshold_plan(), gbps=400.0), work, policy).records
     waits = np.array(records.first_token_s) - np.array(records.arrival_s)
     assert np.isfinite(waits).all()
     return float(waits.mean())

@@ -41,7 +41,7 @@ def timer(model: str, node: str, tp: int) -> StepTimer:
 
 
 @cache
-def unlike() -> PipelineTimer:
+def unlike_pipeline() -> PipelineTimer:
     names = ("1xH100-SXM", "1xL4", "1xA10")
     stages = (
         Stage(16, (StageNode("1xH100-SXM", 1),)),
@@ -74,7 +74,7 @@ def as_steps(made: list[Made]) -> StepBatch:
 
 @pytest.mark.parametrize("case", [*CASES, None], ids=str)
 def test_step_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
-    source = unlike() if case is None else timer(*case)
+    source = unlike_pipeline() if case is None else timer(*case)
     table, made = StepTable(source.unlaunched, source.least_s), list(random_steps(600, 1))
     error = np.abs(np.array([table.step_s(*item) for item in made]) / source.step_s(as_steps(made)) - 1.0)
     chunks = np.array([len(item[0]) for item in made])
@@ -147,12 +147,12 @@ def test_only_a_pipeline_uses_a_round_table() -> None:
     single = Layout((Stage(32, (StageNode("1xA10", 1),)),))
     plain = pipeline(models.model("Llama-3.1-8B"), single, {"1xA10": nodes.node_type("1xA10")})
     assert isinstance(step_table(plain), StepTable)
-    assert isinstance(step_table(unlike()), RoundTable)
-    assert step_table(unlike()).lanes == 3
+    assert isinstance(step_table(unlike_pipeline()), RoundTable)
+    assert step_table(unlike_pipeline()).lanes == 3
 
 
 def test_lone_prompt_takes_pipeline_latency_and_full_lanes_take_its_interval() -> None:
-    source = unlike()
+    source = unlike_pipeline()
     table = step_table(source)
     one = steps(1000.0)
     latency_s, pace_s = float(source.step_s(one)[0]), float(source.interval_s(one)[0])
@@ -174,7 +174,7 @@ def test_lone_prompt_takes_pipeline_latency_and_full_lanes_take_its_interval() -
 def test_emulated_engine_rounds_equal_the_simulated_step_time(
     chunks: list[tuple[int, int]], contexts: list[int]
 ) -> None:
-    source = unlike()
+    source = unlike_pipeline()
     works = [SequenceWork(row, cached, (5,) * new) for row, (new, cached) in enumerate(chunks)]
     works += [SequenceWork(len(chunks) + row, context, (5,)) for row, context in enumerate(contexts)]
     simulated = step_table(source).step_s(
@@ -185,7 +185,7 @@ def test_emulated_engine_rounds_equal_the_simulated_step_time(
 
 @pytest.mark.parametrize("decodes", [1, 2, 3, 7, 60])
 def test_decodes_are_spread_evenly_over_pipeline_lanes(decodes: int) -> None:
-    source = unlike()
+    source = unlike_pipeline()
     table = step_table(source)
     parts = [decodes // 3 + (lane < decodes % 3) for lane in range(3)]
     batch = steps(decodes=parts, decode_context=[500.0 * part for part in parts])

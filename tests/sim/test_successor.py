@@ -34,7 +34,7 @@ from potluck.sim.run import simulate
 
 
 @dataclass
-class Known:
+class OpenRequests:
     request: Request
     run: Run | None = None
     going: bool = False
@@ -53,14 +53,14 @@ class Known:
         )
 
 
-class Mortal:
+class MortalBrain:
     """Dies behind every so many events, and stands up as another."""
 
     def __init__(self, replica_models: ReplicaModels, policy: Policy, every: int) -> None:
         self._kits, self._policy, self._every = replica_models, policy, every
         self.brain = Brain(replica_models.facts(), policy)
         self.deaths = self._heard = 0
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, OpenRequests] = {}
         self._ready: list[str] = []
         self._plan: Plan | None = None
         self.adopted = 0
@@ -80,7 +80,7 @@ class Mortal:
             case ReplicaReady(replica):
                 self._ready.append(replica)
             case RequestArrived(request):
-                self._known[request.id] = Known(request)
+                self._known[request.id] = OpenRequests(request)
             case SegmentDone(request, _, place):
                 self._known[request].done = place + 1
             case FirstToken(request, _):
@@ -133,10 +133,10 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_successor_brains_answer_every_request_once(name: str, every: int) -> None:
     """The simulator's own books must balance as well; `simulate` sees to that."""
-    minds: list[Mortal] = []
+    minds: list[MortalBrain] = []
 
-    def mind(replica_models: ReplicaModels, policy: Policy) -> Mortal:
-        minds.append(Mortal(replica_models, policy, every))
+    def mind(replica_models: ReplicaModels, policy: Policy) -> MortalBrain:
+        minds.append(MortalBrain(replica_models, policy, every))
         return minds[-1]
 
     work = load(150, 8.0, seed=every)

@@ -31,14 +31,14 @@ from potluck.sim.world.sim_state import SimAttempt, SimReplica
 from potluck.spec.traces import load_trace, write_trace
 
 
-def alike(count: int, rate_per_s: float, prompt: int, output: int, seed: int = 0) -> Workload:
+def equal_requests(count: int, rate_per_s: float, prompt: int, output: int, seed: int = 0) -> Workload:
     times = np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate_per_s, count))
     return workload(fleets.MODEL, times, np.full(count, prompt), np.full(count, output))
 
 
 def two_tenants() -> Workload:
     chat = labelled(fleets.load(150, 15.0), "chat", "interactive", 30.0)
-    return merge([chat, labelled(alike(60, 6.0, 7000, 100), "flood", "batch")])
+    return merge([chat, labelled(equal_requests(60, 6.0, 7000, 100), "flood", "batch")])
 
 
 def test_tenant_class_and_deadline_labels_survive_a_trace_file(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_summary_by_tenant_and_class_shows_no_harm_from_a_flooding_tenant() -> N
 
 def test_admission_refuses_overload_and_serves_the_rest_in_time() -> None:
     problem = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 1)))
-    workload = alike(1500, 75.0, 1155, 211)
+    workload = equal_requests(1500, 75.0, 1155, 211)
     summaries = [
         summarise(simulate(problem, workload, Policy(admission=on)), warm_up_s=10.0).models[0]
         for on in (True, False)
@@ -122,7 +122,7 @@ PLANS = {
 }
 
 
-def crossed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Codec]]:
+def transfer_codecs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Codec]]:
     """Of every hand-over: whether its request must stay exact, and its codec."""
     result: list[tuple[bool, Codec]] = []
     expect = SimHandovers.expect
@@ -148,7 +148,7 @@ def test_exact_requests_are_transferred_in_fp16_despite_faults_and_retries(
     name: str, codec: Codec, seed: int, faults: bool, blocks: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        seen = crossed(patch)
+        seen = transfer_codecs(patch)
         exact = np.random.default_rng(seed).random(COUNT) < 0.5
         work = replace(load(COUNT, 6.0, seed, blocks=blocks), labels=replace(same_labels(COUNT), exact=exact))
         rates = Faults(random=FaultRates(*[100.0] * 6)) if faults else None

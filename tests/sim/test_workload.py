@@ -341,7 +341,7 @@ def test_even_lengths_have_exact_planned_counts_in_random_order() -> None:
     assert len(by_chance) > 1
 
 
-def logged(work: Workload, policy: Policy | None = None, faults: Faults | None = None) -> list[str]:
+def simulated_log(work: Workload, policy: Policy | None = None, faults: Faults | None = None) -> list[str]:
     out = io.StringIO()
     plan = closed_plan((combo(1, 2), "east", 1), (mixed(), "west", 1))
     simulate(problem(plan), work, policy, log=out, faults=faults)
@@ -361,7 +361,7 @@ def test_simulation_log_reproduces_its_workload() -> None:
         grammar=rng.random(80) < 0.5,
     )
     work = replace(work, labels=labels, priority=rng.integers(0, 3, 80).astype(np.int32))
-    lines = logged(work, faults=Faults(random=FaultRates(*[300.0] * 6)))
+    lines = simulated_log(work, faults=Faults(random=FaultRates(*[300.0] * 6)))
     result = from_log(lines)
     again = result.workload
     assert result.answered > 40
@@ -376,30 +376,32 @@ def test_simulation_log_reproduces_its_workload() -> None:
     assert again.labels is not None
     arrivals = work.arrival_s.tolist()
     assert again.labels.rows(0, 80, arrivals) == labels.rows(0, 80, arrivals)
-    assert logged(again, faults=Faults(random=FaultRates(*[300.0] * 6))) == lines
+    assert simulated_log(again, faults=Faults(random=FaultRates(*[300.0] * 6))) == lines
 
 
-def live(*told: tuple[float, Event], zero_utc_s: float | None = 1e9, block_tokens: int = 16) -> list[str]:
+def live_log(*told: tuple[float, Event], zero_utc_s: float | None = 1e9, block_tokens: int = 16) -> list[str]:
     facts = FleetFacts({MODEL: ModelFacts(1.0, block_tokens=block_tokens)}, {})
     return [header(facts, Policy(), "run", zero_utc_s), *(line(at_s, event, []) for at_s, event in told)]
 
 
-def asked(id: str, at_s: float, blocks: tuple[int, ...] = ()) -> tuple[float, Event]:
+def arrival_event(id: str, at_s: float, blocks: tuple[int, ...] = ()) -> tuple[float, Event]:
     return at_s, RequestArrived(Request(id, MODEL, at_s, 40, 500, blocks=blocks))
 
 
 def test_workload_of_a_live_log_uses_actual_output_lengths_where_known() -> None:
     wide = (2**127 + 1, 2**127 + 2)
-    first = live(
-        asked("a", 1.0, wide),
-        asked("b", 2.0),
-        asked("c", 2.5),
+    first = live_log(
+        arrival_event("a", 1.0, wide),
+        arrival_event("b", 2.0),
+        arrival_event("c", 2.5),
         (3.0, RequestFinished("a", 1, 7)),
         (3.5, RequestCancelled("b")),
         (4.0, RequestFinished("elsewhere", 1, 9)),
     )
     # Started again 100 s later: the same ids are other requests.
-    second = live(asked("a", 0.5, (wide[0], 9)), (2.0, RequestFinished("a", 2, 0)), zero_utc_s=1e9 + 100)
+    second = live_log(
+        arrival_event("a", 0.5, (wide[0], 9)), (2.0, RequestFinished("a", 2, 0)), zero_utc_s=1e9 + 100
+    )
     result = from_log([*first, '[5.0,["Finis', *second])
     assert (result.runs, result.answered, result.cuts) == (2, 2, (8,))
     assert result.workload.arrival_s.tolist() == [1.0, 2.0, 2.5, 100.5]
@@ -413,13 +415,19 @@ def test_workload_of_a_live_log_uses_actual_output_lengths_where_known() -> None
 
 def test_log_runs_without_usable_clocks_are_placed_one_after_another() -> None:
     for zero_utc_s in (None, 1e9 - 50):
-        lines = [*live(asked("a", 1.0), asked("b", 9.0)), *live(asked("a", 1.0), zero_utc_s=zero_utc_s)]
+        lines = [
+            *live_log(arrival_event("a", 1.0), arrival_event("b", 9.0)),
+            *live_log(arrival_event("a", 1.0), zero_utc_s=zero_utc_s),
+        ]
         assert from_log(lines).workload.arrival_s.tolist() == [1.0, 9.0, 10.0]
 
 
 def test_log_that_holds_no_workload_is_refused() -> None:
     with pytest.raises(InputError, match="has no requests"):
-        from_log(live())
-    two = [*live(asked("a", 1.0, (1, 2))), *live(asked("b", 1.0, (3,)), block_tokens=64)]
+        from_log(live_log())
+    two = [
+        *live_log(arrival_event("a", 1.0, (1, 2))),
+        *live_log(arrival_event("b", 1.0, (3,)), block_tokens=64),
+    ]
     with pytest.raises(InputError, match="block_tokens"):
         from_log(two)

@@ -24,7 +24,7 @@ from sim_fleets import (
     prefill_only,
     problem,
 )
-from sim_minds import Around, Fixed, requests, ttft
+from sim_minds import FixedRouteBrain, WrappedBrain, requests, ttft
 
 from potluck.catalog import nodes
 from potluck.core.brain.brain import Brain
@@ -62,8 +62,10 @@ TIMER = roofline(LLAMA, next(node for node in NODES.values() if "H100" in node.n
 FIRST = "chat: mixed 1xH100@east#0/0"
 
 
-def lone(plan: Plan, route: Callable[[int], object], prompt: int, output: int, **how: bool) -> SimResult:
-    mind = Fixed(route)
+def simulate_one_request(
+    plan: Plan, route: Callable[[int], object], prompt: int, output: int, **how: bool
+) -> SimResult:
+    mind = FixedRouteBrain(route)
     return simulate(
         problem(plan, gbps=10.0),
         requests((1.0, prompt, output)),
@@ -73,7 +75,7 @@ def lone(plan: Plan, route: Callable[[int], object], prompt: int, output: int, *
 
 
 def test_one_request_takes_its_prefill_and_decode_times() -> None:
-    result = lone(closed_plan((mixed(), "east", 1)), lambda _: aggregated(FIRST), 1000, 50)
+    result = simulate_one_request(closed_plan((mixed(), "east", 1)), lambda _: aggregated(FIRST), 1000, 50)
     prefill = float(prefill_s(TIMER, 1000)[0]) + DEFAULT_HOST.request_s
     assert ttft(result) == pytest.approx(prefill, rel=1e-9)
     steps = sum(float(decode_step_s(TIMER, 1, 1000 + k)[0]) for k in range(1, 50))
@@ -93,7 +95,7 @@ def test_estimate_plan_and_simulation_have_the_same_ttft() -> None:
     bare = best_operating(TIMER, 1000, 50, told.max_batch, slo)
     assert bare is not None
     assert told.operating.ttft_s - bare.ttft_s == pytest.approx(DEFAULT_HOST.request_s)
-    result = lone(closed_plan((mixed(), "east", 1)), lambda _: aggregated(FIRST), 1000, 50)
+    result = simulate_one_request(closed_plan((mixed(), "east", 1)), lambda _: aggregated(FIRST), 1000, 50)
     assert ttft(result) == pytest.approx(told.prefill_s + DEFAULT_HOST.request_s, rel=1e-9)
 
 
@@ -105,7 +107,7 @@ def test_kv_transfer_over_a_link_adds_the_tail_that_perf_computes(
 ) -> None:
     plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1), codec)
     route = handed_over("chat: prefill@west#0/0", "chat: decode@east#0/0", prompt)
-    result = lone(plan, lambda _: route, prompt, 10, overlap=overlap)
+    result = simulate_one_request(plan, lambda _: route, prompt, 10, overlap=overlap)
     path = link_alpha_beta(problem(plan, gbps=10.0).links[1])
     size = float(kv_bytes(LLAMA, float(prompt))) * codec_ratio(codec)
     prefill = float(prefill_s(TIMER, prompt)[0])
@@ -123,7 +125,7 @@ def test_kv_transfer_over_a_link_adds_the_tail_that_perf_computes(
 def test_split_prompt_continues_where_the_first_part_ended() -> None:
     plan = closed_plan((pair(), "east", 1))
     route = handed_over("chat: pair@east#0/0", "chat: pair@east#0/1", 300)
-    result = lone(plan, lambda _: route, 1000, 5)
+    result = simulate_one_request(plan, lambda _: route, 1000, 5)
     assert result.records.route[0] == SPLIT
     assert [replica.prefill_tokens for replica in result.replicas] == [300, 700]
     low = roofline(LLAMA, NODES["1xL4"], 1)
@@ -151,8 +153,8 @@ def test_cold_replica_is_ready_after_its_startup_time() -> None:
     assert float(result.records.first_token_s[0]) > result.replicas[0].ready_s  # type: ignore[operator]
 
 
-def told(
-    plan: Plan, work: Workload, mind: Fixed, faults: Faults | None = None
+def brain_events(
+    plan: Plan, work: Workload, mind: FixedRouteBrain, faults: Faults | None = None
 ) -> list[tuple[float, events.Event]]:
     world = build(problem(plan, gbps=1.0), work, settings=SimSettings(reports=True), mind=lambda *_: mind)
     world.external.plan(faults or Faults(), 0, 100.0)
@@ -163,7 +165,7 @@ def told(
 
 def test_status_reports_arrive_periodically_with_delay_unless_lost() -> None:
     plan, work = closed_plan((mixed(), "east", 2)), load(40, 10.0)
-    heard = told(plan, work, Fixed(lambda _: aggregated(FIRST)))
+    heard = brain_events(plan, work, FixedRouteBrain(lambda _: aggregated(FIRST)))
     times = [at_s for at_s, event in heard if isinstance(event, events.ReplicaReported)]
     assert times
     assert all((at_s - 0.05) % 0.25 == pytest.approx(0.0, abs=1e-9) or
@@ -172,15 +174,17 @@ def test_status_reports_arrive_periodically_with_delay_unless_lost() -> None:
     mute = Faults((Fault(0.0, "reports", replica="*", duration_s=1000.0),))
     assert not any(
         isinstance(e, events.ReplicaReported)
-        for _, e in told(plan, work, Fixed(lambda _: aggregated(FIRST)), mute)
+        for _, e in brain_events(plan, work, FixedRouteBrain(lambda _: aggregated(FIRST)), mute)
     )
 
 
 def test_links_report_their_load_and_caches_their_blocks() -> None:
     plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
     work = load(30, 5.0, blocks=2)
-    heard = told(
-        plan, work, Fixed(lambda n: handed_over("chat: prefill@west#0/0", "chat: decode@east#0/0", n))
+    heard = brain_events(
+        plan,
+        work,
+        FixedRouteBrain(lambda n: handed_over("chat: prefill@west#0/0", "chat: decode@east#0/0", n)),
     )
     links = [event for _, event in heard if isinstance(event, events.LinkReported)]
     assert max(link.utilisation for link in links) > 0.5
@@ -199,7 +203,7 @@ def test_drain_and_stop_are_carried_out() -> None:
         1.0: [DrainReplica(FIRST)],
         20.0: [StopReplica(FIRST)],
     }
-    mind = Fixed(lambda _: aggregated(FIRST), steps)
+    mind = FixedRouteBrain(lambda _: aggregated(FIRST), steps)
     mind.route = lambda _: aggregated(FIRST if mind.more else other)
     world = build(problem(plan), work, mind=lambda *_: mind)
     world.run()
@@ -225,7 +229,7 @@ def test_requested_plan_is_adopted_after_its_delay() -> None:
         asked.append(plan_question.at_s)
         return bigger
 
-    class Asking(Around):
+    class Asking(WrappedBrain):
         def on(self, at_s: float, event: events.Event) -> list[Action]:
             more: list[Action] = (
                 [Replan(((MODEL, 9.0),), "test")] if isinstance(event, events.Tick) and at_s == 3.0 else []
@@ -305,10 +309,10 @@ def test_world_check_detects_corrupted_records() -> None:
 
 
 def test_ready_event_is_sent_for_every_replica() -> None:
-    heard = told(
+    heard = brain_events(
         closed_plan((combo(1, 2), "east", 2)),
         load(1),
-        Fixed(lambda _: aggregated("chat: combo 1P2D@east#1/2")),
+        FixedRouteBrain(lambda _: aggregated("chat: combo 1P2D@east#1/2")),
     )
     assert sum(isinstance(event, events.ReplicaReady) for _, event in heard) == 6
 
@@ -340,7 +344,7 @@ def test_run_cut_short_leaves_remaining_requests_open() -> None:
 def test_events_and_actions_built_without_constructors_have_all_fields() -> None:
     seen: set[type] = set()
 
-    class Watching(Around):
+    class Watching(WrappedBrain):
         def on(self, at_s: float, event: events.Event) -> list[Action]:
             actions = self.brain.on(at_s, event)
             for action in (event, *actions):

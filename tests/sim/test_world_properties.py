@@ -21,7 +21,7 @@ from sim_fleets import (
     prefill_only,
     problem,
 )
-from sim_minds import Fixed, requests
+from sim_minds import FixedRouteBrain, requests
 
 from potluck.core.brain.brain import Brain
 from potluck.core.state.actions import Action, Run
@@ -55,7 +55,7 @@ PLANS = {
 KINDS = ("replica", "node", "region", "link", "slow", "reports", "spot", "cancel")
 
 
-class Watched:
+class CheckedBrain:
     """A Brain whose world is looked over at every event."""
 
     def __init__(self, mind: Decider) -> None:
@@ -110,13 +110,13 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
 
 
-def run(
+def run_world(
     plan: Plan, work: Workload, what: Faults, policy: Policy, how: SimSettings, blocks: int | None
 ) -> SimWorld:
-    watched: list[Watched] = []
+    watched: list[CheckedBrain] = []
 
-    def mind(replica_models: object, policy: Policy) -> Watched:
-        watched.append(Watched(Brain(replica_models.facts(), policy)))  # type: ignore[attr-defined]
+    def mind(replica_models: object, policy: Policy) -> CheckedBrain:
+        watched.append(CheckedBrain(Brain(replica_models.facts(), policy)))  # type: ignore[attr-defined]
         return watched[0]
 
     world = build(problem(plan, gbps=10.0), work, policy, settings=how, mind=mind)
@@ -151,7 +151,7 @@ def test_every_request_ends_with_consistent_records_under_random_faults(data: st
     )
     # Room for the longest request, or so little that many have to be put back or refused.
     blocks = data.draw(st.sampled_from([None, 700, 60]))
-    world = run(PLANS[data.draw(st.sampled_from(sorted(PLANS)))], work, what, policy, how, blocks)
+    world = run_world(PLANS[data.draw(st.sampled_from(sorted(PLANS)))], work, what, policy, how, blocks)
     records = result_of(world, 0).records
     assert not (records.outcome == OPEN).any()
     assert ((records.outcome == ANSWERED) <= (records.streamed_tokens == records.output_tokens)).all()
@@ -175,7 +175,9 @@ def test_fast_forwarded_records_with_small_caches_equal_stepped_records(
     work = load(30, rate, seed, blocks=shared)
     ours, theirs = (
         result_of(
-            run(PLANS[plan], work, Faults(), Policy(), SimSettings(fast_forward=on, overlap=overlap), blocks),
+            run_world(
+                PLANS[plan], work, Faults(), Policy(), SimSettings(fast_forward=on, overlap=overlap), blocks
+            ),
             0,
         ).records
         for on in (True, False)
@@ -217,7 +219,7 @@ MIXED = mixed().name + "@east"
 BLOCKS = 70  # For one prompt of 1,000 tokens at a time.
 
 
-class Along(Fixed):
+class PairedRouteBrain(FixedRouteBrain):
     """Each request is computed by one and answered by another, as told; who fails is run by one alone."""
 
     def __init__(self, pairs: list[tuple[int, int]]) -> None:
@@ -236,8 +238,10 @@ class Along(Fixed):
         return super().on(at_s, event)
 
 
-def ran(pairs: list[tuple[int, int]], prompts: list[int], overlap: bool) -> tuple[SimWorld, Along]:
-    mind = Along(pairs)
+def run_pairs(
+    pairs: list[tuple[int, int]], prompts: list[int], overlap: bool
+) -> tuple[SimWorld, PairedRouteBrain]:
+    mind = PairedRouteBrain(pairs)
     work = requests(*((0.01 * place, prompt, 20) for place, prompt in enumerate(prompts)))
     world = build(
         problem(closed_plan((mixed(), "east", 4))),
@@ -257,7 +261,7 @@ def ran(pairs: list[tuple[int, int]], prompts: list[int], overlap: bool) -> tupl
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_ring_of_full_replicas_makes_progress(length: int, overlap: bool) -> None:
     pairs = [(place % length, (place + 1) % length) for place in range(40)]
-    world, mind = ran(pairs, [1000] * 40, overlap)
+    world, mind = run_pairs(pairs, [1000] * 40, overlap)
     assert world.handovers.waited
     assert mind.failed == []
 
@@ -275,7 +279,7 @@ def test_requests_over_any_transfer_pairs_are_answered(
     pairs: list[tuple[int, int]], overlap: bool, data: st.DataObject
 ) -> None:
     prompts = data.draw(st.lists(st.integers(200, 1080), min_size=len(pairs), max_size=len(pairs)))
-    assert ran(pairs, prompts, overlap)[1].failed == []
+    assert run_pairs(pairs, prompts, overlap)[1].failed == []
 
 
 @pytest.mark.skipif(
@@ -285,6 +289,6 @@ def test_request_blocked_on_a_full_transfer_ring_fails_and_is_retried_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handovers, "SEND_QUEUE_BYTES", 0)
-    _, mind = ran([(place % 3, (place + 1) % 3) for place in range(12)], [1000] * 12, overlap=False)
+    _, mind = run_pairs([(place % 3, (place + 1) % 3) for place in range(12)], [1000] * 12, overlap=False)
     assert {event.kind for _, event in mind.failed} == {"memory"}
     assert mind.failed[0][0] == pytest.approx(handovers.STUCK_S, abs=1.5)

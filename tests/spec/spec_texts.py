@@ -38,16 +38,16 @@ links:
 """
 
 
-def changed(old: str, new: str) -> str:
+def changed_spec(old: str, new: str) -> str:
     assert old in GOOD
     return GOOD.replace(old, new, 1)
 
 
-def good(text: str = GOOD, folder: Path = Path()) -> Spec:
+def parsed_spec(text: str = GOOD, folder: Path = Path()) -> Spec:
     return parse_spec(text, folder=folder)
 
 
-def problems(text: str | bytes, folder: Path = Path()) -> tuple[SpecProblem, ...]:
+def problems_of(text: str | bytes, folder: Path = Path()) -> tuple[SpecProblem, ...]:
     with pytest.raises(SpecError) as caught:
         parse_spec(text, folder=folder)
     assert caught.value.problems
@@ -55,8 +55,8 @@ def problems(text: str | bytes, folder: Path = Path()) -> tuple[SpecProblem, ...
     return caught.value.problems
 
 
-def complaint(text: str | bytes, folder: Path = Path()) -> str:
-    result = problems(text, folder)
+def only_problem(text: str | bytes, folder: Path = Path()) -> str:
+    result = problems_of(text, folder)
     assert len(result) == 1, [str(problem) for problem in result]
     return str(result[0])
 

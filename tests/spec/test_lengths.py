@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_texts import changed, good
+from spec_texts import changed_spec, parsed_spec
 
 from potluck.core.errors import InputError
 from potluck.core.values.length_laws import Z99
@@ -21,11 +21,11 @@ def mean(groups: list[Group]) -> float:
     return sum(share * tokens for share, tokens in groups)
 
 
-def cut_of(groups: int = 16, **written: object) -> list[Group]:
+def length_groups(groups: int = 16, **written: object) -> list[Group]:
     return cut(LengthsIn.model_validate(written), groups)
 
 
-def sound(groups: list[Group], most: int) -> None:
+def assert_sound_bins(groups: list[Group], most: int) -> None:
     assert 1 <= len(groups) <= most
     assert sum(share for share, _ in groups) == pytest.approx(1, abs=1e-12)
     assert all(share > 0 and tokens > 0 for share, tokens in groups)
@@ -33,8 +33,8 @@ def sound(groups: list[Group], most: int) -> None:
 
 
 def test_prfaas_truncated_lognormal_has_a_mean_of_27k_tokens() -> None:
-    groups = cut_of(lognormal={"mu": 9.90, "sigma": 1.00, "min": 128, "max": 131072})
-    sound(groups, 16)
+    groups = length_groups(lognormal={"mu": 9.90, "sigma": 1.00, "min": 128, "max": 131072})
+    assert_sound_bins(groups, 16)
     law = traffic.lognormal(9.90, 1.00, 128, 131072)
     x = np.exp(np.linspace(log(128), log(131072), 400_001))
     density = np.exp(-((np.log(x) - 9.9) ** 2) / 2)
@@ -49,15 +49,15 @@ tokens = st.floats(1, 1e6)
 
 @given(tokens, st.floats(0, 50), st.sampled_from([1, 4, 16]))
 def test_length_bins_of_mean_and_cv_keep_the_mean(average: float, cv: float, number: int) -> None:
-    groups = cut_of(number, mean=average, cv=cv)
-    sound(groups, number)
+    groups = length_groups(number, mean=average, cv=cv)
+    assert_sound_bins(groups, number)
     assert mean(groups) == pytest.approx(average, rel=1e-6)
 
 
 @given(tokens, st.floats(1, 10_000))
 def test_length_bins_of_median_and_p99_keep_the_mean(p50: float, ratio: float) -> None:
-    groups = cut_of(p50=p50, p99=p50 * ratio if p50 * ratio < 1e7 else p50)
-    sound(groups, 16)
+    groups = length_groups(p50=p50, p99=p50 * ratio if p50 * ratio < 1e7 else p50)
+    assert_sound_bins(groups, 16)
     p99 = p50 * ratio if p50 * ratio < 1e7 else p50
     sigma = log(p99 / p50) / Z99
     assert mean(groups) == pytest.approx(p50 * exp(sigma**2 / 2), rel=1e-6)
@@ -65,8 +65,8 @@ def test_length_bins_of_median_and_p99_keep_the_mean(p50: float, ratio: float) -
 
 @given(tokens, st.floats(0, 1e6))
 def test_length_bins_of_a_uniform_distribution_keep_the_mean(low: float, width: float) -> None:
-    groups = cut_of(uniform=[low, low + width])
-    sound(groups, 16)
+    groups = length_groups(uniform=[low, low + width])
+    assert_sound_bins(groups, 16)
     assert mean(groups) == pytest.approx(low + width / 2, rel=1e-6)
 
 
@@ -84,7 +84,7 @@ def test_length_bins_of_a_truncated_lognormal_keep_the_mean(
         return
     assert a <= law.mean <= b
     groups = traffic.cut_law(law, number)
-    sound(groups, number)
+    assert_sound_bins(groups, number)
     assert mean(groups) == pytest.approx(law.mean, rel=1e-6)
 
 
@@ -93,20 +93,20 @@ def test_length_bins_of_weighted_values_keep_the_mean(pairs: list[tuple[int, int
     values, weights = [float(v) for v, _ in pairs], [float(w) for _, w in pairs]
     if not sum(weights):
         weights = [1.0] * len(values)
-    groups = cut_of(values=values, weights=weights)
-    sound(groups, 16)
+    groups = length_groups(values=values, weights=weights)
+    assert_sound_bins(groups, 16)
     assert mean(groups) == pytest.approx(np.average(values, weights=weights), rel=1e-9)
 
 
 def test_few_length_values_are_kept_exactly() -> None:
-    assert cut_of(values=[300, 100, 100], weights=[1, 1, 2]) == [(0.75, 100.0), (0.25, 300.0)]
-    assert cut_of(mean=1024) == cut_of(mean=1024, cv=0) == [(1.0, 1024.0)]
-    assert cut_of(p50=7, p99=7)[0][1] == pytest.approx(7)
-    assert cut_of(uniform=[5, 5]) == [(1.0, 5.0)]
+    assert length_groups(values=[300, 100, 100], weights=[1, 1, 2]) == [(0.75, 100.0), (0.25, 300.0)]
+    assert length_groups(mean=1024) == length_groups(mean=1024, cv=0) == [(1.0, 1024.0)]
+    assert length_groups(p50=7, p99=7)[0][1] == pytest.approx(7)
+    assert length_groups(uniform=[5, 5]) == [(1.0, 5.0)]
 
 
 def test_no_length_bin_exceeds_its_share_of_requests_or_tokens() -> None:
-    groups = cut_of(mean=2000, cv=3)
+    groups = length_groups(mean=2000, cv=3)
     assert max(share for share, _ in groups) <= 2 / 16 + 1e-9
     assert max(share * tokens for share, tokens in groups) / 2000 <= 2 / 16 + 1e-9
     # The law is still visible: shares below the median add up to about a half.
@@ -152,7 +152,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("text", "average", "words"), FORMS)
 def test_every_written_form_of_lengths_is_accepted(text: str, average: float, words: str) -> None:
-    model = good(changed("input: 1024", f"input: {text}")).models[0]
+    model = parsed_spec(changed_spec("input: 1024", f"input: {text}")).models[0]
     assert model.traffic.mean_input_tokens == pytest.approx(average, rel=1e-6)
     assert model.traffic.mean_output_tokens == pytest.approx(200, rel=1e-6)
     assert model.lengths_from.startswith(words)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from spec_texts import GOOD, changed, complaint, good, problems
+from spec_texts import GOOD, changed_spec, only_problem, parsed_spec, problems_of
 
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.state.policy import Policy
@@ -21,7 +21,7 @@ from potluck.spec.spec_values import WeightsLocation
 
 
 def test_valid_spec_is_parsed_with_every_field() -> None:
-    spec = good()
+    spec = parsed_spec()
     chat = spec.models[0]
     assert (chat.name, chat.model.name) == ("chat", "Llama-3.1-8B")
     assert (chat.slo.ttft_s, chat.slo.tpot_s, chat.slo.attainment) == (0.5, 0.05, 0.9)
@@ -37,7 +37,7 @@ def test_valid_spec_is_parsed_with_every_field() -> None:
 
 
 def test_spec_entries_are_found_by_name_with_suggestions() -> None:
-    spec = good()
+    spec = parsed_spec()
     assert spec.model("chat").name == "chat"
     assert spec.region("west").offers[0].node == "8xH100-SXM"
     assert spec.node_type("1xL4").gpus == 1
@@ -116,22 +116,22 @@ BAD: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize(("old", "new", "says"), BAD)
 def test_invalid_spec_is_refused_in_one_line_with_line_and_field(old: str, new: str, says: str) -> None:
-    assert says in complaint(changed(old, new))
+    assert says in only_problem(changed_spec(old, new))
 
 
 def test_all_spec_problems_are_reported_in_file_order() -> None:
-    text = changed("ttft_ms: 500", "ttft_ms: -5")
+    text = changed_spec("ttft_ms: 500", "ttft_ms: -5")
     text = text.replace("price_usd_per_h: 3.5", "price_usd_per_h: -1").replace("1xL4\n", "1xL5\n")
     text += "  - {from: wets, to: east, gbps: 1, rtt: 1}\n  - {from: wets, to: east, gbps: 1, rtt_ms: 1}\n"
-    lines = [str(problem) for problem in problems(text)]
+    lines = [str(problem) for problem in problems_of(text)]
     assert [line.split(":")[1] for line in lines] == ["4", "15", "16", "24", "25"]
     assert "models[0].slo.ttft_ms: must be positive, is -5" in lines[0]
     assert "fleet.regions[0].nodes[1].node: '1xL5': unknown GPU" in lines[2]
 
 
 def test_problem_positions_are_those_of_the_file() -> None:
-    text = changed("available: 4", "available: -4").replace("8xH100", "8xH1OO")
-    assert [problem.field for problem in problems(text)] == [
+    text = changed_spec("available: 4", "available: -4").replace("8xH100", "8xH1OO")
+    assert [problem.field for problem in problems_of(text)] == [
         "fleet.regions[0].nodes[0].available",
         "fleet.regions[1].nodes[0].node",
     ]
@@ -140,61 +140,61 @@ def test_problem_positions_are_those_of_the_file() -> None:
 def test_long_list_of_problems_is_shortened_with_a_count() -> None:
     text = GOOD + "".join(f"junk{i}: 1\n" for i in range(SHOWN + 10))
     with pytest.raises(SpecError) as caught:
-        good(text)
+        parsed_spec(text)
     assert len(caught.value.problems) == SHOWN + 10
     assert str(caught.value).splitlines()[-1] == "potluck.yaml: and 10 more"
 
 
 def test_unrelated_file_is_refused_quickly() -> None:
-    assert len(problems("models:\n" + "  - 1\n" * 10_000)) <= MAX_PROBLEMS
-    assert len(problems(GOOD + "  - {from: east, to: nowhere, gbps: 1, rtt_ms: 1}\n" * 1_000)) == 1_000
-    assert "unknown key" in complaint(GOOD + "x" * 1_000 + ": 1\n")
+    assert len(problems_of("models:\n" + "  - 1\n" * 10_000)) <= MAX_PROBLEMS
+    assert len(problems_of(GOOD + "  - {from: east, to: nowhere, gbps: 1, rtt_ms: 1}\n" * 1_000)) == 1_000
+    assert "unknown key" in only_problem(GOOD + "x" * 1_000 + ": 1\n")
 
 
 def test_fleet_without_gpus_is_refused() -> None:
     text = GOOD.replace("available: 4", "available: 0").replace("available: 2", "available: 0")
     text = text.replace("available: 1", "available: 0")
-    assert complaint(text) == "potluck.yaml:9: fleet: fleet has no GPUs: available is 0 everywhere"
+    assert only_problem(text) == "potluck.yaml:9: fleet: fleet has no GPUs: available is 0 everywhere"
 
 
 def test_missing_spec_sections_are_refused() -> None:
-    result = [str(problem) for problem in problems("links: []\n")]
+    result = [str(problem) for problem in problems_of("links: []\n")]
     assert result == ["potluck.yaml:1: models: is missing", "potluck.yaml:1: fleet: is missing"]
-    assert "models: needs at least one entry" in complaint("models: []\nfleet:" + GOOD.split("fleet:")[1])
+    assert "models: needs at least one entry" in only_problem("models: []\nfleet:" + GOOD.split("fleet:")[1])
 
 
 def test_duplicate_models_without_names_are_refused() -> None:
     text = GOOD.replace("fleet:", GOOD.split("fleet:")[0].removeprefix("models:\n") + "fleet:", 1)
-    assert "10: models[1].name: duplicate model 'chat'; give each its own name" in complaint(text)
-    assert len(good(text.replace("name: chat", "name: talk", 1)).models) == 2
+    assert "10: models[1].name: duplicate model 'chat'; give each its own name" in only_problem(text)
+    assert len(parsed_spec(text.replace("name: chat", "name: talk", 1)).models) == 2
 
 
 def test_duplicate_region_is_refused() -> None:
-    text = changed("name: west", "name: east").split("links:")[0]
-    assert "19: fleet.regions[1].name: duplicate region 'east'; put its nodes together" in complaint(text)
+    text = changed_spec("name: west", "name: east").split("links:")[0]
+    assert "19: fleet.regions[1].name: duplicate region 'east'; put its nodes together" in only_problem(text)
 
 
 def test_empty_spec_lists_are_refused() -> None:
-    assert "fleet.regions: needs at least one entry" in complaint(
+    assert "fleet.regions: needs at least one entry" in only_problem(
         GOOD.split("fleet:")[0] + "fleet: {regions: []}"
     )
     text = GOOD.split("    - name: west")[0] + "    - {name: west, nodes: []}\n"
-    assert "19: fleet.regions[1].nodes: needs at least one entry" in complaint(text)
+    assert "19: fleet.regions[1].nodes: needs at least one entry" in only_problem(text)
 
 
 def test_duplicate_link_is_refused() -> None:
     text = GOOD + "  - {from: west, to: east, gbps: 1, rtt_ms: 1}\n"
-    assert complaint(text) == "potluck.yaml:24: links[1]: duplicate link west -> east; keep one"
+    assert only_problem(text) == "potluck.yaml:24: links[1]: duplicate link west -> east; keep one"
 
 
 def test_field_synonyms_are_accepted() -> None:
-    text = changed("{ttft_ms: 500, tpot_ms: 50}", "{ttft: 500, tpot: 50}")
+    text = changed_spec("{ttft_ms: 500, tpot_ms: 50}", "{ttft: 500, tpot: 50}")
     text = text.replace("input: 1024", "isl: 1024").replace("output: {", "osl: {")
-    assert good(text).models == good().models
-    text = changed("{ttft_ms: 500, tpot_ms: 50}", "{ttft: -500, tpot: 50}")
-    assert complaint(text) == "potluck.yaml:4: models[0].slo.ttft: must be positive, is -500"
-    both = changed("ttft_ms: 500", "ttft_ms: 500, ttft: 400")
-    assert complaint(both).startswith("potluck.yaml:4: models[0].slo.ttft: ")
+    assert parsed_spec(text).models == parsed_spec().models
+    text = changed_spec("{ttft_ms: 500, tpot_ms: 50}", "{ttft: -500, tpot: 50}")
+    assert only_problem(text) == "potluck.yaml:4: models[0].slo.ttft: must be positive, is -500"
+    both = changed_spec("ttft_ms: 500", "ttft_ms: 500, ttft: 400")
+    assert only_problem(both).startswith("potluck.yaml:4: models[0].slo.ttft: ")
 
 
 def test_known_keys_follow_lists_options_and_unions() -> None:
@@ -212,13 +212,13 @@ def test_model_files_are_resolved_relative_to_the_spec(tmp_path: Path) -> None:
         ("files: shipped", "shipped"),
         ("", None),
     ):
-        path.write_text(changed("    slo: ", f"    {text}\n    slo: "), "utf-8")
+        path.write_text(changed_spec("    slo: ", f"    {text}\n    slo: "), "utf-8")
         assert load_spec(path).models[0].files == result
 
 
 def test_unreadable_spec_files_are_refused_with_a_fix(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
-    path.write_text(changed("ttft_ms: 500", "ttft_ms: -5"), "utf-8")
+    path.write_text(changed_spec("ttft_ms: 500", "ttft_ms: -5"), "utf-8")
     with pytest.raises(InputError) as caught:
         load_spec(path)
     assert str(caught.value) == f"{path}:4: models[0].slo.ttft_ms: must be positive, is -5"
@@ -233,10 +233,10 @@ def test_unreadable_spec_files_are_refused_with_a_fix(tmp_path: Path) -> None:
 def test_model_sleep_time_and_weights_location_are_read(tmp_path: Path) -> None:
     path = tmp_path / "potluck.yaml"
     lines = "    idle_s: 600\n    weights: {place: store, path: /mnt/models, gb_per_s: 1.5}\n    slo: "
-    path.write_text(changed("    slo: ", lines))
+    path.write_text(changed_spec("    slo: ", lines))
     (model, *_) = load_spec(path).models
     assert (model.idle_s, model.weights) == (600.0, WeightsLocation("store", "/mnt/models", 1.5))
-    path.write_text(changed("    slo: ", "    weights: {place: attic}\n    slo: "))
+    path.write_text(changed_spec("    slo: ", "    weights: {place: attic}\n    slo: "))
     with pytest.raises(SpecError, match=r"weights\.place"):
         load_spec(path)
 
@@ -319,12 +319,12 @@ def test_broken_yaml_is_refused_in_one_line(
     if not hasattr(yaml, loader):
         pytest.skip("PyYAML was built without libyaml")
     monkeypatch.setattr(spec_problems, "_LOADER", getattr(yaml, loader))
-    assert says in complaint(text)
+    assert says in only_problem(text)
 
 
 def test_spec_with_non_utf8_bytes_is_refused_with_its_line() -> None:
-    assert complaint(b"a: 1\nb: \xff\n") == "potluck.yaml:2: is not UTF-8 text: byte 0xff"
-    assert "potluck.yaml:2: " in complaint(b"a: 1\nb: \x00\n")
+    assert only_problem(b"a: 1\nb: \xff\n") == "potluck.yaml:2: is not UTF-8 text: byte 0xff"
+    assert "potluck.yaml:2: " in only_problem(b"a: 1\nb: \x00\n")
 
 
 def test_byte_order_mark_is_ignored() -> None:
@@ -332,9 +332,9 @@ def test_byte_order_mark_is_ignored() -> None:
 
 
 def test_duplicate_keys_are_reported_beside_other_problems() -> None:
-    text = changed("    name: chat\n", "    name: chat\n    name: again\n") + "links: []\n"
+    text = changed_spec("    name: chat\n", "    name: chat\n    name: again\n") + "links: []\n"
     text = text.replace("ttft_ms: 500", "ttft_ms: -5")
-    assert [str(problem) for problem in problems(text)] == [
+    assert [str(problem) for problem in problems_of(text)] == [
         "potluck.yaml:4: duplicate key 'name', first given on line 3; keep one",
         "potluck.yaml:5: models[0].slo.ttft_ms: must be positive, is -5",
         "potluck.yaml:25: duplicate key 'links', first given on line 23; keep one",
@@ -344,21 +344,21 @@ def test_duplicate_keys_are_reported_beside_other_problems() -> None:
 def test_exponential_yaml_aliases_are_refused() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
-    assert "holds more than 200,000 values" in complaint("\n".join(lines))
+    assert "holds more than 200,000 values" in only_problem("\n".join(lines))
 
 
 def test_chained_yaml_aliases_count_as_depth() -> None:
     lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 600)]
-    assert "is nested deeper than 40 levels" in complaint("\n".join(lines))
+    assert "is nested deeper than 40 levels" in only_problem("\n".join(lines))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 50_000, "- " * 50_000, "a: " + "[" * 41])
 def test_deeply_nested_yaml_is_refused(text: str) -> None:
-    assert "nested deeper" in complaint(text)
+    assert "nested deeper" in only_problem(text)
 
 
 def test_oversized_spec_file_is_refused() -> None:
-    assert complaint(b"#" * (spec_problems.MAX_BYTES + 1)).startswith("potluck.yaml: is larger than 4 MiB")
+    assert only_problem(b"#" * (spec_problems.MAX_BYTES + 1)).startswith("potluck.yaml: is larger than 4 MiB")
 
 
 def test_valid_spec_of_the_tests_has_the_expected_lines() -> None:
@@ -385,7 +385,7 @@ policy:
 
 
 def test_omitted_policy_is_the_default() -> None:
-    assert good().policy == Policy()
+    assert parsed_spec().policy == Policy()
 
 
 def test_every_policy_field_may_be_written() -> None:
@@ -393,7 +393,7 @@ def test_every_policy_field_may_be_written() -> None:
 
 
 def test_written_policy_fields_are_applied() -> None:
-    policy = good(GOOD + SECTION).policy
+    policy = parsed_spec(GOOD + SECTION).policy
     assert (policy.balance, policy.max_wait_s, policy.admission) == ("token", 12, False)
     assert policy.tenants == (Tenant("search", 3), Tenant("chat"))
     classes = {item.name: item for item in policy.classes}
@@ -410,7 +410,7 @@ def test_written_policy_fields_are_applied() -> None:
 
 def test_all_tenants_and_all_models_may_share_prefixes() -> None:
     everything = "policy: {shared_prefixes: [{tenants: all}]}\n"
-    assert good(GOOD + everything).policy.shared_prefixes == (PrefixSharing(),)
+    assert parsed_spec(GOOD + everything).policy.shared_prefixes == (PrefixSharing(),)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def test_all_tenants_and_all_models_may_share_prefixes() -> None:
 )
 def test_invalid_policy_field_is_refused_with_its_line(old: str, new: str, says: str) -> None:
     assert old in SECTION
-    result = problems(GOOD + SECTION.replace(old, new, 1))
+    result = problems_of(GOOD + SECTION.replace(old, new, 1))
     line = next(i for i, text in enumerate((GOOD + SECTION).splitlines(), 1) if old in text)
     assert [f"potluck.yaml:{line}: {says}" in str(item) for item in result] == [True], [
         str(p) for p in result
@@ -456,6 +456,6 @@ def test_every_policy_field_exists_in_the_schema() -> None:
 
 def test_tenant_in_two_sharing_groups_of_one_model_is_refused() -> None:
     circles = "[{tenants: [a, b], models: [chat]}, {tenants: [b, c]}]"
-    (result,) = problems(f"{GOOD}policy: {{shared_prefixes: {circles}}}\n")
+    (result,) = problems_of(f"{GOOD}policy: {{shared_prefixes: {circles}}}\n")
     says = "policy.shared_prefixes: has two entries for the same tenant and model; make them one"
     assert says in str(result)

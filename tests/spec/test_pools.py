@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spec_texts import GOOD, complaint, good, problems
+from spec_texts import GOOD, only_problem, parsed_spec, problems_of
 
 from potluck.catalog import nodes
 from potluck.core.values.layout import PoolNode
@@ -35,13 +35,13 @@ pool:
 )
 
 
-def changed(old: str, new: str) -> str:
+def changed_pool(old: str, new: str) -> str:
     assert old in POOL
     return POOL.replace(old, new, 1)
 
 
 def test_regions_and_links_are_derived_from_a_pool() -> None:
-    spec = good(POOL)
+    spec = parsed_spec(POOL)
     assert spec.pool is not None
     assert [(n.name, n.region, n.gpus) for n in spec.pool.nodes] == [
         ("one", "pool", 2),
@@ -57,19 +57,19 @@ def test_regions_and_links_are_derived_from_a_pool() -> None:
 
 
 def test_node_network_bandwidth_is_that_of_its_slowest_pool_link() -> None:
-    spec = good(POOL)
+    spec = parsed_spec(POOL)
     assert spec.node_type("2xL40S").network_gbps == 20  # within its region only
-    assert spec.node_type("1xL4").network_gbps == good().node_type("1xL4").network_gbps  # alone there
+    assert spec.node_type("1xL4").network_gbps == parsed_spec().node_type("1xL4").network_gbps  # alone there
     assert {node.type.network_gbps for node in spec.pool.nodes[:2]} == {20}  # type: ignore[union-attr]
 
 
 def test_single_pool_bandwidth_applies_to_every_link_and_written_links_override_it() -> None:
     text = POOL.split("  gbps:")[0] + "  gbps: 25\n"
-    spec = good(text)
+    spec = parsed_spec(text)
     assert spec.pool is not None
     assert {spec.pool.gbps[a][b] for a in range(3) for b in range(3) if a != b} == {25}
     assert {spec.pool.rtt_s[a][b] for a in range(3) for b in range(3) if a != b} == {1e-4}
-    written = good(text + "links:\n  - {from: pool, to: lab, gbps: 1, rtt_ms: 5}\n")
+    written = parsed_spec(text + "links:\n  - {from: pool, to: lab, gbps: 1, rtt_ms: 5}\n")
     assert written.links == (Link("pool", "lab", 1, 0.005),)
 
 
@@ -130,28 +130,30 @@ BAD = [
 
 @pytest.mark.parametrize(("old", "new", "says"), BAD)
 def test_invalid_pool_is_refused_in_one_line(old: str, new: str, says: str) -> None:
-    assert complaint(changed(old, new)).startswith(f"potluck.yaml:{says}")
+    assert only_problem(changed_pool(old, new)).startswith(f"potluck.yaml:{says}")
 
 
 def test_pool_machines_may_have_a_zone() -> None:
-    spec = good(changed(", region: lab", ", region: lab, zone: rack 7"))
+    spec = parsed_spec(changed_pool(", region: lab", ", region: lab, zone: rack 7"))
     assert spec.pool is not None
     assert [node.zone for node in spec.pool.nodes] == ["", "", "rack 7"]
 
 
 def test_all_pool_problems_are_reported_together() -> None:
     text = (
-        changed("node: 1xL4", "node: 1xL5")
+        changed_pool("node: 1xL4", "node: 1xL5")
         .replace("[20, 0, 10]", "[0, 0, 10]")
         .replace("ttft_ms: 500", "ttft_ms: -1")
     )
-    assert [problem.line for problem in problems(text)] == [4, 13, 16]
+    assert [problem.line for problem in problems_of(text)] == [4, 13, 16]
 
 
 def test_empty_pool_or_missing_bandwidth_is_refused() -> None:
-    assert "pool.machines: needs at least one entry" in complaint(MODELS + "pool: {machines: [], gbps: 1}\n")
-    assert "pool.gbps: is missing" in complaint(POOL.split("  gbps:")[0])
-    assert "pool: must be a mapping" in complaint(MODELS + "pool: 3\n")
+    assert "pool.machines: needs at least one entry" in only_problem(
+        MODELS + "pool: {machines: [], gbps: 1}\n"
+    )
+    assert "pool.gbps: is missing" in only_problem(POOL.split("  gbps:")[0])
+    assert "pool: must be a mapping" in only_problem(MODELS + "pool: 3\n")
 
 
 KINDS = ("1xL4", "2xL4", "1xA10G", "2xL40S")
@@ -175,7 +177,7 @@ def test_pool_has_the_slowest_links_of_its_machines(
         for i in range(count)
     )
     written = f"  gbps: {25 if uniform_gbps else gbps}\n  rtt_ms: {2 if uniform_rtt else rtt_ms}\n"
-    spec = good(f"{MODELS}pool:\n  machines:\n{machines}{written}")
+    spec = parsed_spec(f"{MODELS}pool:\n  machines:\n{machines}{written}")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     near = {
         kind: [min(gbps[a][b], gbps[b][a]) for a, b in pairs if types[a] == kind and places[a] == places[b]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from spec_texts import GOOD, good, problems
+from spec_texts import GOOD, parsed_spec, problems_of
 
 from potluck.core.values.service import NO_TERMS, ModelTerms
 from potluck.spec.traces import Trace, rates_by_hour
@@ -38,12 +38,12 @@ def with_offers(*lines: str) -> str:
 
 
 def test_omitted_terms_set_no_limits() -> None:
-    assert good().model("chat").terms == NO_TERMS
+    assert parsed_spec().model("chat").terms == NO_TERMS
     assert not NO_TERMS.asked
 
 
 def test_written_terms_are_applied() -> None:
-    terms = good(ASKED).model("chat").terms
+    terms = parsed_spec(ASKED).model("chat").terms
     assert terms == ModelTerms("node", 0.8, 0.25, ("east",), None, ("2xL40S", "8xH100-SXM"), 1, 2, 2, 1, 6, 3)
     assert list(terms.asked) == [
         *("redundancy", "max_spot_share", "regions", "nodes", "max_gpu_kinds", "max_stages"),
@@ -54,12 +54,12 @@ def test_written_terms_are_applied() -> None:
 
 
 def test_bare_survive_domain_covers_all_demand() -> None:
-    terms = good(ASKED.replace("{survive: node, share: 0.8}", "region")).model("chat").terms
+    terms = parsed_spec(ASKED.replace("{survive: node, share: 0.8}", "region")).model("chat").terms
     assert (terms.survive, terms.survive_share) == ("region", 1.0)
 
 
 def test_spot_and_zone_offers_of_one_node_have_their_own_names() -> None:
-    spec = good(
+    spec = parsed_spec(
         with_offers(
             "{node: 2xL40S, available: 4, price_usd_per_h: 3.5, reserved: 2}",
             "{node: 2xL40S, available: 9, price_usd_per_h: 1.5, spot: true, preemptions_per_h: 0.2}",
@@ -75,7 +75,7 @@ def test_spot_and_zone_offers_of_one_node_have_their_own_names() -> None:
 
 
 def test_spot_offer_without_a_preemption_rate_gets_the_default_with_a_note() -> None:
-    spec = good(with_offers("{node: 2xL40S, available: 4, price_usd_per_h: 1.5, spot: true}"))
+    spec = parsed_spec(with_offers("{node: 2xL40S, available: 4, price_usd_per_h: 1.5, spot: true}"))
     assert spec.region("east").offers[0].preemptions_per_h == 0.05
     assert any("assumed to be taken away 0.05 times an hour" in note for note in spec.notes)
 
@@ -83,7 +83,9 @@ def test_spot_offer_without_a_preemption_rate_gets_the_default_with_a_note() -> 
 def test_cloud_and_residency_terms_become_regions() -> None:
     text = ASKED.replace("no_regions: [west]", "only_clouds: [aws]\n      residency: [aws, west]")
     terms = (
-        good(text.replace("    - name: east\n", "    - name: east\n      cloud: aws\n")).model("chat").terms
+        parsed_spec(text.replace("    - name: east\n", "    - name: east\n      cloud: aws\n"))
+        .model("chat")
+        .terms
     )
     assert terms.regions == ("east",)
     assert terms.residency == ("east", "west")
@@ -94,7 +96,7 @@ def test_egress_storage_and_head_node_prices_are_read() -> None:
         "    - name: east\n",
         "    - name: east\n      head_usd_per_h: 0.3\n      storage_usd_per_gb_month: 0.08\n",
     )
-    spec = good(text)
+    spec = parsed_spec(text)
     assert [link.egress_usd_per_gb for link in spec.links] == [0.02, 0.02]
     east = spec.region("east")
     assert (east.head_usd_per_h, east.storage_usd_per_gb_month) == (0.3, 0.08)
@@ -132,19 +134,19 @@ def test_egress_storage_and_head_node_prices_are_read() -> None:
     ],
 )
 def test_invalid_terms_are_refused_with_line_and_fix(written: str, line: int, problem: str) -> None:
-    result = problems(written)
+    result = problems_of(written)
     assert len(result) == 1
     assert result[0].line == line
     assert problem in str(result[0])
 
 
 def test_rates_by_hour_set_the_peak_rate() -> None:
-    model = good(GOOD.replace("rate_per_s: 4", "rate_by_hour: [1, 2, 7, 3]")).model("chat")
+    model = parsed_spec(GOOD.replace("rate_per_s: 4", "rate_by_hour: [1, 2, 7, 3]")).model("chat")
     assert model.rates_by_hour == (1, 2, 7, 3)
     assert model.traffic.rate_per_s == 7
     both = GOOD.replace("rate_per_s: 4", "rate_per_s: 4\n      rate_by_hour: [1, 2]")
-    assert good(both).model("chat").traffic.rate_per_s == 4
-    (result,) = problems(GOOD.replace("rate_per_s: 4", "rate_by_hour: [1]"))
+    assert parsed_spec(both).model("chat").traffic.rate_per_s == 4
+    (result,) = problems_of(GOOD.replace("rate_per_s: 4", "rate_by_hour: [1]"))
     assert "rate_by_hour" in str(result)
 
 
@@ -171,7 +173,7 @@ origins:
 
 
 def test_request_classes_and_origins_of_a_model_are_read() -> None:
-    spec = good(PLACES)
+    spec = parsed_spec(PLACES)
     traffic = spec.model("chat").traffic
     assert traffic.classes == (("interactive", 0.3),)
     assert traffic.origins == (("europe", 0.6), ("asia", 0.4))
@@ -194,6 +196,6 @@ def test_request_classes_and_origins_of_a_model_are_read() -> None:
 def test_invalid_classes_and_origins_are_refused_with_their_line(
     old: str, new: str, line: int, problem: str
 ) -> None:
-    result = problems(PLACES.replace(old, new))
+    result = problems_of(PLACES.replace(old, new))
     assert result[0].line == line
     assert problem in " ".join(str(item) for item in result)

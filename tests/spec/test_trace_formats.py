@@ -118,7 +118,7 @@ blocks = st.lists(st.integers(0, 2**62), max_size=3)
 traces = st.lists(st.tuples(st.floats(0, 1e6), tokens, tokens, blocks), min_size=1, max_size=20)
 
 
-def made(rows: list[tuple[float, int, int, list[int]]]) -> Trace:
+def trace_of(rows: list[tuple[float, int, int, list[int]]]) -> Trace:
     rows = sorted(rows, key=lambda row: row[0])
     ids = [block for row in rows for block in row[3]]
     return Trace(
@@ -140,7 +140,7 @@ def test_written_trace_is_read_back_unchanged(
     to: Format,
     packed: str,
 ) -> None:
-    trace = made(rows)
+    trace = trace_of(rows)
     path = tmp_path_factory.mktemp("written") / f"t.x{packed}"
     write_trace(trace, path, to)
     back = load_trace(path, blocks=True)
@@ -162,11 +162,11 @@ def test_written_trace_is_read_back_unchanged(
 
 
 def test_traces_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
-    trace = made([(0.0, 1, 1, [])])
+    trace = trace_of([(0.0, 1, 1, [])])
     with pytest.raises(InputError, match="cannot be written"):
         write_trace(trace, tmp_path / "no" / "t.csv", "azure")
     with pytest.raises(InputError, match="1970 to 9999"):
-        write_trace(made([(1e14, 1, 1, [])]), tmp_path / "t.csv", "azure")
+        write_trace(trace_of([(1e14, 1, 1, [])]), tmp_path / "t.csv", "azure")
     assert format_of(Path("a.csv.gz")) == "azure"
     assert format_of(Path("a.jsonl")) == "mooncake"
     with pytest.raises(InputError, match="give --to"):

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from spec_texts import changed, complaint, data_folder, good
+from spec_texts import changed_spec, data_folder, only_problem, parsed_spec
 
 from potluck.core.errors import InputError
 from potluck.spec import traces
@@ -150,32 +150,38 @@ def test_missing_trace_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 
 def with_trace(rest: str = "") -> str:
     lines = "      rate_per_s: 4\n      input: 1024\n      output: {mean: 200, cv: 0.5}\n"
-    return changed(lines, f"      trace: t.jsonl\n{rest}")
+    return changed_spec(lines, f"      trace: t.jsonl\n{rest}")
 
 
 def test_trace_in_a_spec_sets_rate_lengths_and_prefix_hits(tmp_path: Path) -> None:
     write(tmp_path, "".join(json.dumps(row) + "\n" for row in MOONCAKE), "t.jsonl")
-    model = good(with_trace(), tmp_path).models[0]
+    model = parsed_spec(with_trace(), tmp_path).models[0]
     assert model.traffic.rate_per_s == pytest.approx(0.75)
     assert model.traffic.mean_input_tokens == pytest.approx(957.5)
     assert model.traffic.mean_output_tokens == pytest.approx(25)
     assert model.traffic.prefix_hit_share == pytest.approx(2124 / 3830)
     assert model.lengths_from == "mooncake trace t.jsonl, 4 requests"
-    given = good(with_trace("      rate_per_s: 3\n      prefix_hit_share: 0\n"), tmp_path).models[0].traffic
+    given = (
+        parsed_spec(with_trace("      rate_per_s: 3\n      prefix_hit_share: 0\n"), tmp_path)
+        .models[0]
+        .traffic
+    )
     assert (given.rate_per_s, given.prefix_hit_share) == (3, 0)
 
 
 def test_invalid_trace_in_a_spec_is_refused_with_its_line(tmp_path: Path) -> None:
-    assert complaint(with_trace(), tmp_path) == (
+    assert only_problem(with_trace(), tmp_path) == (
         "potluck.yaml:6: models[0].traffic.trace: t.jsonl: does not exist"
     )
     write(tmp_path, json.dumps(MOONCAKE[0]), "t.jsonl")
-    assert "all its requests come at one moment" in complaint(with_trace(), tmp_path)
+    assert "all its requests come at one moment" in only_problem(with_trace(), tmp_path)
     write(tmp_path, json.dumps(MOONCAKE[0]) + "\n7\n", "t.jsonl")
-    assert "6: models[0].traffic.trace: t.jsonl:2: is not a JSON object" in complaint(with_trace(), tmp_path)
+    assert "6: models[0].traffic.trace: t.jsonl:2: is not a JSON object" in only_problem(
+        with_trace(), tmp_path
+    )
     both = with_trace("      input: 5\n")
-    assert "traffic: has both a trace and input; keep one of them" in complaint(both, tmp_path)
-    assert "models[0].traffic.trace: " in complaint(with_trace().replace("t.jsonl", '"a\\0b"'), tmp_path)
+    assert "traffic: has both a trace and input; keep one of them" in only_problem(both, tmp_path)
+    assert "models[0].traffic.trace: " in only_problem(with_trace().replace("t.jsonl", '"a\\0b"'), tmp_path)
 
 
 PUBLIC = [

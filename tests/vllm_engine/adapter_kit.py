@@ -29,7 +29,7 @@ WORKER = {
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Stand:
+class AdapterHarness:
     """An adapter's face before a made-up vLLM, whose connector's side of the channel is the test's."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Stand:
 
 
 @asynccontextmanager
-async def standing(tmp_path: Path, answer: Answer, **limits: float) -> AsyncIterator[Stand]:
+async def running_adapter(tmp_path: Path, answer: Answer, **limits: float) -> AsyncIterator[AdapterHarness]:
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(text='vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:num_requests_running 0\n')
 
@@ -77,7 +77,7 @@ async def standing(tmp_path: Path, answer: Answer, **limits: float) -> AsyncIter
         server: Any = SimpleNamespace(base=str(below.make_url("")).rstrip("/"))
         service = AdapterService("m", server, connector_events, AdapterLimits(**limits), frozenset())  # type: ignore[arg-type]
         async with TestClient(TestServer(build(service, None, ServedNames()))) as client:
-            made = Stand(client, service, channel)
+            made = AdapterHarness(client, service, channel)
             made.heard = heard
             try:
                 yield made

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from adapter_kit import HANDLE, standing, streamed, three_tokens
+from adapter_kit import HANDLE, running_adapter, streamed, three_tokens
 from aiohttp import web
 
 from potluck.api.http import HttpRefusal
@@ -153,7 +153,7 @@ async def empty(request: web.Request) -> web.StreamResponse:
 
 def test_adapter_streams_tokens_and_a_consistent_end(tmp_path: Path) -> None:
     async def play() -> None:
-        async with standing(tmp_path, three_tokens) as stand:
+        async with running_adapter(tmp_path, three_tokens) as stand:
             status, lines = await stand.lines(max_tokens=3)
             assert (status, [line.get("token") for line in lines[:-1]]) == (200, [5, 6, 7])
             end = {
@@ -181,7 +181,7 @@ def test_adapter_streams_tokens_and_a_consistent_end(tmp_path: Path) -> None:
 
 def test_empty_vllm_answer_is_an_error_and_draining_refuses_first(tmp_path: Path) -> None:
     async def play() -> None:
-        async with standing(tmp_path, empty) as stand:
+        async with running_adapter(tmp_path, empty) as stand:
             status, lines = await stand.lines(max_tokens=3)
             assert (status, lines[0]["error"]["code"]) == (503, "try_again")
             await stand.client.post("/drain", json={})
@@ -207,7 +207,7 @@ def test_prefill_segment_reports_the_outcome_of_its_transfer(
     tmp_path: Path, told: dict[str, object], ended: str, code: str | None
 ) -> None:
     async def play() -> None:
-        async with standing(tmp_path, three_tokens) as stand:
+        async with running_adapter(tmp_path, three_tokens) as stand:
             asking = asyncio.ensure_future(stand.lines(stop=70, handle=HANDLE))
             while not stand.service.prompt_tokens:
                 await asyncio.sleep(0.01)
@@ -222,7 +222,7 @@ def test_prefill_segment_reports_the_outcome_of_its_transfer(
 
 def test_missing_receiver_is_reported_within_the_transfer_time(tmp_path: Path) -> None:
     async def play() -> None:
-        async with standing(tmp_path, three_tokens, handover_s=0.2) as stand:
+        async with running_adapter(tmp_path, three_tokens, handover_s=0.2) as stand:
             _, lines = await stand.lines(stop=70, handle=HANDLE)
             assert lines[-1]["code"] == "not_fetched"
 
@@ -231,7 +231,7 @@ def test_missing_receiver_is_reported_within_the_transfer_time(tmp_path: Path) -
 
 def test_kv_is_fetched_only_from_peers_known_to_the_connector(tmp_path: Path) -> None:
     async def play() -> None:
-        async with standing(tmp_path, three_tokens) as stand:
+        async with running_adapter(tmp_path, three_tokens) as stand:
             source = {"kv": "10.0.0.5:9000", "handle": HANDLE}
             status, lines = await stand.lines(start=50, source=source, max_tokens=3)
             assert (status, lines[0]["error"]["code"]) == (403, "not_a_peer")
@@ -249,7 +249,7 @@ def test_kv_is_fetched_only_from_peers_known_to_the_connector(tmp_path: Path) ->
 
 def test_invalid_segment_is_refused_by_field(tmp_path: Path) -> None:
     async def play() -> None:
-        async with standing(tmp_path, three_tokens) as stand:
+        async with running_adapter(tmp_path, three_tokens) as stand:
             for body, status, names in (
                 ({"max_tokens": 0}, 400, "max_tokens"),
                 ({"max_tokens": 3, "zzz": 1}, 400, "zzz"),
@@ -272,7 +272,7 @@ def test_cached_vllm_blocks_are_reported_until_evicted(tmp_path: Path) -> None:
     tokens = list(range(96))
 
     async def play() -> None:
-        async with standing(tmp_path, three_tokens) as stand:
+        async with running_adapter(tmp_path, three_tokens) as stand:
             index, sequence, epoch = PrefixIndex(), 0, -1
 
             async def held() -> int:

@@ -21,12 +21,12 @@ class Request:
     num_computed_tokens: int = 0
 
 
-def taker(stop: int = 70) -> Request:
+def receiving_request(stop: int = 70) -> Request:
     take = {"kv": "127.0.0.1:9000", "handle": HANDLE, "stop": stop}
     return Request("t", {"potluck": {"request": "r", "take": take}})
 
 
-def giver(stop: int = 70) -> Request:
+def sending_request(stop: int = 70) -> Request:
     return Request("g", {"potluck": {"request": "r", "give": {"handle": HANDLE, "stop": stop}}})
 
 
@@ -35,7 +35,7 @@ def orders(booking: TransferScheduler, **scheduled: int):  # type: ignore[no-unt
 
 
 def test_receiving_request_gets_blocks_once_its_kv_has_arrived() -> None:
-    booking, request = TransferScheduler(2), taker()
+    booking, request = TransferScheduler(2), receiving_request()
     booking.came(request)
     assert booking.matched(request, 32) == (None, False)
     (ask,) = orders(booking).asks
@@ -52,7 +52,7 @@ def test_receiving_request_gets_blocks_once_its_kv_has_arrived() -> None:
 
 
 def test_fully_cached_request_still_fetches_to_release_the_sender() -> None:
-    booking, request = TransferScheduler(1), taker(stop=64)
+    booking, request = TransferScheduler(1), receiving_request(stop=64)
     booking.came(request)
     assert booking.matched(request, 96) == (0, False)
     result = orders(booking)
@@ -62,7 +62,7 @@ def test_fully_cached_request_still_fetches_to_release_the_sender() -> None:
 
 @pytest.mark.parametrize("computed", [0, 96], ids=["evicted since", "held since"])
 def test_received_kv_that_became_unusable_is_dropped(computed: int) -> None:
-    booking, request = TransferScheduler(1), taker()
+    booking, request = TransferScheduler(1), receiving_request()
     booking.came(request)
     booking.matched(request, 32)
     booking.heard(WorkerNews(come={"t": 1}))
@@ -72,7 +72,7 @@ def test_received_kv_that_became_unusable_is_dropped(computed: int) -> None:
 
 
 def test_transfer_failure_before_allocation_falls_back_to_computing() -> None:
-    booking, request = TransferScheduler(1), taker()
+    booking, request = TransferScheduler(1), receiving_request()
     booking.came(request)
     booking.matched(request, 0)
     booking.heard(WorkerNews(failed={"t"}))
@@ -80,7 +80,7 @@ def test_transfer_failure_before_allocation_falls_back_to_computing() -> None:
 
 
 def test_sending_request_is_read_to_its_stop_and_keeps_its_blocks() -> None:
-    booking, request = TransferScheduler(1), giver()
+    booking, request = TransferScheduler(1), sending_request()
     booking.came(request)
     result = orders(booking, g=40, other=3)
     assert [offer.stop for offer in result.offers] == [70]
@@ -94,7 +94,7 @@ def test_sending_request_is_read_to_its_stop_and_keeps_its_blocks() -> None:
 
 def test_requests_that_end_early_leave_no_transfer_state() -> None:
     booking = TransferScheduler(1)
-    for request in (giver(), taker()):
+    for request in (sending_request(), receiving_request()):
         booking.came(request)
         booking.matched(request, 0)
         assert not booking.finished(request, [], whole=False)
@@ -114,9 +114,9 @@ def test_requests_without_transfer_params_are_ignored() -> None:
 
 def test_windowed_models_leave_the_last_token_to_the_receiver() -> None:
     with pytest.raises(InputError, match="at most 99"):
-        TransferScheduler(1, windows=True).came(taker(stop=100))
+        TransferScheduler(1, windows=True).came(receiving_request(stop=100))
     booking = TransferScheduler(1, windows=True)
-    booking.came(taker(stop=99))
+    booking.came(receiving_request(stop=99))
     assert not booking.quiet
 
 
@@ -138,4 +138,4 @@ def test_invalid_transfer_params_are_refused_by_name(said: object, names: str) -
 
 def test_transfer_of_more_tokens_than_the_prompt_is_refused() -> None:
     with pytest.raises(InputError, match="more tokens"):
-        TransferScheduler(1).came(giver(stop=101))
+        TransferScheduler(1).came(sending_request(stop=101))

@@ -51,7 +51,7 @@ CUTS = {
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheLayout:
     """How one side keeps its KV."""
 
     layout: KvLayout = KvLayout()
@@ -66,7 +66,7 @@ class Kept:
 class Workers:
     """All workers of one instance."""
 
-    kept: Kept
+    kept: CacheLayout
     told: list[dict[str, object]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -189,7 +189,9 @@ def values_of(latent: bool = False) -> dict[int, torch.Tensor]:
     return {number: torch.randn(shape) for number in range(LAYERS)}
 
 
-def handed(made: list[Workers], giver: Kept, taker: Kept, codec: str = "raw") -> tuple[Workers, Workers]:
+def transfer_all(
+    made: list[Workers], giver: CacheLayout, taker: CacheLayout, codec: str = "raw"
+) -> tuple[Workers, Workers]:
     """All of it, in two steps."""
     sender, receiver = Workers(giver), Workers(taker)
     made += [sender, receiver]
@@ -214,7 +216,9 @@ def handed(made: list[Workers], giver: Kept, taker: Kept, codec: str = "raw") ->
     return sender, receiver
 
 
-def assert_as_kept(got: torch.Tensor, due: torch.Tensor, giver: Kept, taker: Kept, codec: str) -> None:
+def assert_as_kept(
+    got: torch.Tensor, due: torch.Tensor, giver: CacheLayout, taker: CacheLayout, codec: str
+) -> None:
     factors = torch.tensor(taker.scales).view(1, 2, 1, 1) if due.dim() == 4 else 1.0
     if codec != "raw":
         most = 0.2 * due.abs().max()  # half of a step of 4 bits, and what 8 bits had lost before
@@ -238,7 +242,7 @@ def reckoned_bytes(dtype: str, latent: bool = False, codec: str = "raw") -> int:
 
 @pytest.mark.parametrize(("giver", "taker"), product(CUTS, CUTS))
 def test_every_pair_of_layouts_transfers_each_head_once(made: list[Workers], giver: str, taker: str) -> None:
-    _, receiver = handed(made, Kept(CUTS[giver]), Kept(CUTS[taker], 16))
+    _, receiver = transfer_all(made, CacheLayout(CUTS[giver]), CacheLayout(CUTS[taker], 16))
     assert receiver.moved_bytes() == reckoned_bytes("float32")
 
 
@@ -246,10 +250,10 @@ def test_every_pair_of_layouts_transfers_each_head_once(made: list[Workers], giv
     ("giver", "taker"), [("tp1", "tp4"), ("tp4", "tp1"), ("tp2", "tp4pp4"), ("tp4pp4", "tp2pp2")]
 )
 def test_latent_kv_is_transferred_once_for_any_tp_degree(made: list[Workers], giver: str, taker: str) -> None:
-    _, receiver = handed(
+    _, receiver = transfer_all(
         made,
-        Kept(CUTS[giver], latent=True, dtype="bfloat16"),
-        Kept(CUTS[taker], latent=True, dtype="bfloat16"),
+        CacheLayout(CUTS[giver], latent=True, dtype="bfloat16"),
+        CacheLayout(CUTS[taker], latent=True, dtype="bfloat16"),
     )
     assert receiver.moved_bytes() == reckoned_bytes("bfloat16", latent=True)
 
@@ -259,8 +263,10 @@ def test_latent_kv_is_transferred_once_for_any_tp_degree(made: list[Workers], gi
 def test_kv_is_transferred_between_different_block_sizes_and_orders(
     made: list[Workers], orders: tuple[str, str], tokens: tuple[int, int]
 ) -> None:
-    handed(
-        made, Kept(CUTS["tp2"], tokens[0], order=orders[0]), Kept(CUTS["tp1pp2"], tokens[1], order=orders[1])
+    transfer_all(
+        made,
+        CacheLayout(CUTS["tp2"], tokens[0], order=orders[0]),
+        CacheLayout(CUTS["tp1pp2"], tokens[1], order=orders[1]),
     )
 
 
@@ -271,7 +277,9 @@ FORMATS = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32")
 def test_kv_of_different_dtypes_is_transferred_in_the_smaller_one(
     made: list[Workers], giver: str, taker: str
 ) -> None:
-    _, receiver = handed(made, Kept(CUTS["tp1"], dtype=giver), Kept(CUTS["tp2"], dtype=taker))
+    _, receiver = transfer_all(
+        made, CacheLayout(CUTS["tp1"], dtype=giver), CacheLayout(CUTS["tp2"], dtype=taker)
+    )
     smaller = min((giver, taker), key=ITEM_BYTES.__getitem__)
     assert receiver.moved_bytes() == reckoned_bytes(smaller)
     news = [receive_worker.news() for receive_worker in receiver.taking]
@@ -279,28 +287,28 @@ def test_kv_of_different_dtypes_is_transferred_in_the_smaller_one(
     assert all((item is not None and item.lossy == {"t"}) == lossy for item in news)
 
 
-SCALED = Kept(CUTS["tp2"], dtype="float8_e4m3fn", scales=(0.25, 2.0))
+SCALED = CacheLayout(CUTS["tp2"], dtype="float8_e4m3fn", scales=(0.25, 2.0))
 
 
 @pytest.mark.parametrize(
     ("giver", "taker"),
     [
-        (SCALED, Kept(dtype="bfloat16")),
-        (Kept(dtype="bfloat16"), SCALED),
+        (SCALED, CacheLayout(dtype="bfloat16")),
+        (CacheLayout(dtype="bfloat16"), SCALED),
         (SCALED, replace(SCALED, layout=CUTS["tp1"])),
     ],
 )
 def test_eight_bit_scales_are_undone_or_kept_in_a_transfer(
-    made: list[Workers], giver: Kept, taker: Kept
+    made: list[Workers], giver: CacheLayout, taker: CacheLayout
 ) -> None:
-    handed(made, giver, taker)
+    transfer_all(made, giver, taker)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_codecs_work_between_different_layouts(made: list[Workers], codec: str, dtype: str) -> None:
-    giver = Kept(CUTS["tp1"], dtype=dtype)
-    _, receiver = handed(made, giver, Kept(CUTS["tp4"], dtype="bfloat16"), codec)
+    giver = CacheLayout(CUTS["tp1"], dtype=dtype)
+    _, receiver = transfer_all(made, giver, CacheLayout(CUTS["tp4"], dtype="bfloat16"), codec)
     assert receiver.moved_bytes() < reckoned_bytes("bfloat16")
 
 
@@ -375,7 +383,7 @@ UNLIKE = [("tp1", "tp2"), ("tp2", "tp1"), ("tp2pp2", "tp1pp2"), ("tp1pp2", "tp2p
 def test_recurrent_states_are_transferred_between_all_layouts(
     made: list[Workers], kind: str, giver: str, taker: str
 ) -> None:
-    sender, receiver = Workers(Kept(CUTS[giver])), Workers(Kept(CUTS[taker], 16))
+    sender, receiver = Workers(CacheLayout(CUTS[giver])), Workers(CacheLayout(CUTS[taker], 16))
     made += [sender, receiver]
     with_states(sender, kind, (7,))
     due = with_states(receiver, kind, (0, 0, 5))
@@ -413,7 +421,7 @@ def test_indivisible_states_are_transferred_only_between_equal_tp_degrees(
     made: list[Workers], kind: str, own: str, other: int
 ) -> None:
     """Unknown ones, groups that workers share, and heads of which several workers have copies."""
-    workers = Workers(Kept(CUTS[own]))
+    workers = Workers(CacheLayout(CUTS[own]))
     made.append(workers)
     if kind != "MAMBA2" or own != "tp4":
         with_states(workers, kind, (7,))
@@ -442,7 +450,7 @@ def test_recurrent_state_is_found_in_every_vllm_cache_mode() -> None:
 
 
 def test_failure_of_one_sender_fails_every_worker_of_the_receiver(made: list[Workers]) -> None:
-    sender, receiver = Workers(Kept(CUTS["tp2"])), Workers(Kept(CUTS["tp1pp2"]))
+    sender, receiver = Workers(CacheLayout(CUTS["tp2"])), Workers(CacheLayout(CUTS["tp1pp2"]))
     made += [sender, receiver]
     receiver.allow(sender)
     values, handle = values_of(), new_handle()
@@ -457,7 +465,7 @@ def test_failure_of_one_sender_fails_every_worker_of_the_receiver(made: list[Wor
 
 def test_missing_receiver_worker_releases_the_sender_within_its_lease(made: list[Workers]) -> None:
     """One of two readers is missing: the sender gives up within its lease, the other reader fails."""
-    sender, receiver = Workers(Kept()), Workers(Kept(CUTS["tp2"]))
+    sender, receiver = Workers(CacheLayout()), Workers(CacheLayout(CUTS["tp2"]))
     made += [sender, receiver]
     receiver.allow(sender)
     handle = new_handle()
@@ -471,7 +479,7 @@ def test_missing_receiver_worker_releases_the_sender_within_its_lease(made: list
 
 
 def test_second_receiver_of_a_handle_is_refused(made: list[Workers]) -> None:
-    sender, first, second = (Workers(Kept(cut)) for cut in (CUTS["tp1"], CUTS["tp1"], CUTS["tp2"]))
+    sender, first, second = (Workers(CacheLayout(cut)) for cut in (CUTS["tp1"], CUTS["tp1"], CUTS["tp2"]))
     made += [sender, first, second]
     for receiver in (first, second):
         receiver.allow(sender)

@@ -41,7 +41,7 @@ def layers(size: int) -> dict[int, VllmLayer]:
 
 
 @dataclass
-class Pair:
+class WorkerPair:
     giver: dict[int, VllmLayer] = field(default_factory=lambda: layers(4))
     taker: dict[int, VllmLayer] = field(default_factory=lambda: layers(8))
     told: list[dict[str, object]] = field(default_factory=list)
@@ -88,8 +88,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+def pair() -> Iterator[WorkerPair]:
+    made = WorkerPair()
     yield made
     made.giving.close()
     made.taking.close()
@@ -98,7 +98,7 @@ def pair() -> Iterator[Pair]:
     assert made.giving.aside_bytes == 0
 
 
-def test_layers_are_transferred_step_by_step_between_different_blocks(pair: Pair) -> None:
+def test_layers_are_transferred_step_by_step_between_different_blocks(pair: WorkerPair) -> None:
     pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
@@ -112,7 +112,7 @@ def test_layers_are_transferred_step_by_step_between_different_blocks(pair: Pair
     assert (pair.giving.open, pair.taking.open) == (0, 0)
 
 
-def test_late_receiver_gets_the_tokens_it_lacks(pair: Pair) -> None:
+def test_late_receiver_gets_the_tokens_it_lacks(pair: WorkerPair) -> None:
     handle = pair.offer()
     pair.compute()
     pair.giving.keep(pair.sent)
@@ -127,7 +127,7 @@ def test_late_receiver_gets_the_tokens_it_lacks(pair: Pair) -> None:
     assert moved == LAYERS * (70 - 24) * 2 * HEADS * WIDTH * 4
 
 
-def test_codec_shrinks_kv_and_is_reported_as_lossy(pair: Pair) -> None:
+def test_codec_shrinks_kv_and_is_reported_as_lossy(pair: WorkerPair) -> None:
     pair.ask(pair.offer("int8"))
     pair.compute()
     pair.come()
@@ -140,7 +140,7 @@ def test_codec_shrinks_kv_and_is_reported_as_lossy(pair: Pair) -> None:
     assert all(torch.allclose(pair.held(at), value, atol=0.05) for at, value in pair.values.items())
 
 
-def test_blocks_stay_until_fetched_without_host_memory(pair: Pair) -> None:
+def test_blocks_stay_until_fetched_without_host_memory(pair: WorkerPair) -> None:
     pair.giving.most_aside_bytes = 70 * 2 * HEADS * WIDTH * 4  # one layer
     handle = pair.offer()
     pair.compute()
@@ -154,7 +154,7 @@ def test_blocks_stay_until_fetched_without_host_memory(pair: Pair) -> None:
     assert pair.whole()
 
 
-def test_unclaimed_blocks_are_freed_at_the_deadline(pair: Pair) -> None:
+def test_unclaimed_blocks_are_freed_at_the_deadline(pair: WorkerPair) -> None:
     pair.giving.most_aside_bytes = 0
     pair.offer(lasts_s=0.3)
     pair.compute()
@@ -164,7 +164,7 @@ def test_unclaimed_blocks_are_freed_at_the_deadline(pair: Pair) -> None:
     assert pair.state() == "gone"
 
 
-def test_unclaimed_host_copy_is_freed_at_the_deadline(pair: Pair) -> None:
+def test_unclaimed_host_copy_is_freed_at_the_deadline(pair: WorkerPair) -> None:
     pair.offer(lasts_s=0.3)
     pair.compute()
     pair.giving.keep(pair.sent)
@@ -174,7 +174,7 @@ def test_unclaimed_host_copy_is_freed_at_the_deadline(pair: Pair) -> None:
     assert pair.state() == "gone"
 
 
-def test_early_end_of_the_sender_fails_the_receiver(pair: Pair) -> None:
+def test_early_end_of_the_sender_fails_the_receiver(pair: WorkerPair) -> None:
     pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
@@ -184,7 +184,7 @@ def test_early_end_of_the_sender_fails_the_receiver(pair: Pair) -> None:
     assert any("ended before" in str(line.get("problem")) for line in pair.told if "took" in line)
 
 
-def test_dead_sender_leaves_the_blocks_to_be_recomputed(pair: Pair) -> None:
+def test_dead_sender_leaves_the_blocks_to_be_recomputed(pair: WorkerPair) -> None:
     pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
@@ -193,7 +193,7 @@ def test_dead_sender_leaves_the_blocks_to_be_recomputed(pair: Pair) -> None:
     until(lambda: pair.taking.results() == FAILED)
 
 
-def test_unreachable_sender_fails_before_blocks_are_allocated(pair: Pair) -> None:
+def test_unreachable_sender_fails_before_blocks_are_allocated(pair: WorkerPair) -> None:
     pair.sender.close()
     pair.ask(new_handle())
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
@@ -201,7 +201,7 @@ def test_unreachable_sender_fails_before_blocks_are_allocated(pair: Pair) -> Non
     assert pair.taking.results() == FAILED
 
 
-def test_cancelled_request_returns_its_blocks_intact(pair: Pair) -> None:
+def test_cancelled_request_returns_its_blocks_intact(pair: WorkerPair) -> None:
     pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
@@ -211,7 +211,7 @@ def test_cancelled_request_returns_its_blocks_intact(pair: Pair) -> None:
     pair.giving.drop("g")
 
 
-def test_unneeded_transfer_is_fetched_and_dropped(pair: Pair) -> None:
+def test_unneeded_transfer_is_fetched_and_dropped(pair: WorkerPair) -> None:
     pair.ask(pair.offer(), have=69)
     pair.taking.put(PlaceBlocks("t"))
     pair.compute()
@@ -221,7 +221,7 @@ def test_unneeded_transfer_is_fetched_and_dropped(pair: Pair) -> None:
     pair.giving.drop("g")
 
 
-def test_cache_of_another_shape_is_refused(pair: Pair) -> None:
+def test_cache_of_another_shape_is_refused(pair: WorkerPair) -> None:
     for number in range(LAYERS):
         pair.giver[number] = layer(4, 2 * WIDTH)
         pair.values[number] = torch.randn(70, 2, HEADS, 2 * WIDTH)
@@ -233,7 +233,7 @@ def test_cache_of_another_shape_is_refused(pair: Pair) -> None:
     assert any("expected [70, 2, 2, 8]" in str(line.get("problem")) for line in pair.told if "took" in line)
 
 
-def test_lossy_kv_is_not_passed_on_as_exact(pair: Pair) -> None:
+def test_lossy_kv_is_not_passed_on_as_exact(pair: WorkerPair) -> None:
     pair.ask(pair.offer())
     pair.giving.lossy("g")
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
@@ -247,7 +247,7 @@ def windowed(size: int, group: int) -> dict[int, VllmLayer]:
 
 
 def test_only_the_visible_part_of_a_window_is_transferred() -> None:
-    pair = Pair(windowed(4, 1), windowed(8, 2))
+    pair = WorkerPair(windowed(4, 1), windowed(8, 2))
     table = tuple(range(20, 38))
     pair.sent = ReadBlocks("g", (table, (0,) * 12 + table[:6]), 70)
     whole = pair.place.tables[0]
@@ -270,7 +270,7 @@ def test_only_the_visible_part_of_a_window_is_transferred() -> None:
 
 
 def test_window_evicted_before_its_read_fails_the_transfer() -> None:
-    pair = Pair(windowed(4, 0), windowed(8, 0))
+    pair = WorkerPair(windowed(4, 0), windowed(8, 0))
     pair.giving.most_aside_bytes = 0
     handle = pair.offer()
     pair.compute(40)
@@ -285,7 +285,7 @@ def test_window_evicted_before_its_read_fails_the_transfer() -> None:
 
 
 def test_kv_of_another_model_is_refused() -> None:
-    pair = Pair(mark="another")
+    pair = WorkerPair(mark="another")
     pair.ask(pair.offer(), within_s=0.5)
     pair.compute()
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
@@ -295,7 +295,7 @@ def test_kv_of_another_model_is_refused() -> None:
 
 def test_receiver_that_keeps_whole_windows_requests_them_whole() -> None:
     keeping = layers(8) | {1: layer(8, window=20, keeps_all=True)}
-    pair = Pair(layers(4) | {1: layer(4, window=20, keeps_all=True)}, keeping)
+    pair = WorkerPair(layers(4) | {1: layer(4, window=20, keeps_all=True)}, keeping)
     pair.ask(pair.offer())
     pair.compute()
     pair.come()
@@ -304,7 +304,7 @@ def test_receiver_that_keeps_whole_windows_requests_them_whole() -> None:
     assert pair.whole()
     pair.giving.close()
     pair.taking.close()
-    pair = Pair(windowed(4, 0), keeping)
+    pair = WorkerPair(windowed(4, 0), keeping)
     pair.ask(pair.offer())
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
     problem = next(str(line["problem"]) for line in pair.told if "took" in line)

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trio(model: Path) -> Iterator[tuple[Instance, Instance, Instance]]:
+def instances(model: Path) -> Iterator[tuple[Instance, Instance, Instance]]:
     """Two with the connector, whose blocks are of unlike sizes; one without."""
     folder = model.parent
     made = (
@@ -85,9 +85,9 @@ Trio = tuple[Instance, Instance, Instance]
     ],
 )
 def test_transfer_at_any_cut_gives_the_tokens_of_one_instance(
-    trio: Trio, threads: ThreadPoolExecutor, length: int, cut: int
+    instances: Trio, threads: ThreadPoolExecutor, length: int, cut: int
 ) -> None:
-    first, second, plain = trio
+    first, second, plain = instances
     for giver, taker, seed in ((first, second, 1), (second, first, 2)):
         tokens = prompt((length, cut, seed), length)
         before = taker.sources()
@@ -100,9 +100,9 @@ def test_transfer_at_any_cut_gives_the_tokens_of_one_instance(
 
 @pytest.mark.vllm_all
 def test_concurrent_transfers_in_all_directions_give_equal_tokens(
-    trio: Trio, threads: ThreadPoolExecutor
+    instances: Trio, threads: ThreadPoolExecutor
 ) -> None:
-    first, second, plain = trio
+    first, second, plain = instances
     drawn = random.Random(3)
     work = []
     for seed in range(32):
@@ -120,8 +120,8 @@ def test_concurrent_transfers_in_all_directions_give_equal_tokens(
 
 
 @pytest.mark.vllm_all
-def test_prefixes_cached_on_either_side_are_used(trio: Trio, threads: ThreadPoolExecutor) -> None:
-    first, second, plain = trio
+def test_prefixes_cached_on_either_side_are_used(instances: Trio, threads: ThreadPoolExecutor) -> None:
+    first, second, plain = instances
     tokens = prompt(77, 400)
     expected = plain.ask(tokens)
     second.ask(tokens[:200], 1)  # three whole blocks of 64
@@ -139,9 +139,9 @@ def test_prefixes_cached_on_either_side_are_used(trio: Trio, threads: ThreadPool
 @pytest.mark.vllm_all
 @pytest.mark.parametrize(("codec", "share"), [("int8", 0.30), ("int4", 0.17)])
 def test_codecs_shrink_kv_and_lossy_blocks_are_not_reused(
-    trio: Trio, threads: ThreadPoolExecutor, codec: str, share: float
+    instances: Trio, threads: ThreadPoolExecutor, codec: str, share: float
 ) -> None:
-    first, second, plain = trio
+    first, second, plain = instances
     tokens = prompt(codec, 500)
     expected = plain.ask(tokens)
     came_bytes = second.metric("potluck:kv_received_bytes_total")
@@ -156,9 +156,9 @@ def test_codecs_shrink_kv_and_lossy_blocks_are_not_reused(
 
 
 @pytest.mark.vllm_all
-def test_wrong_kv_is_detected(trio: Trio, threads: ThreadPoolExecutor) -> None:
+def test_wrong_kv_is_detected(instances: Trio, threads: ThreadPoolExecutor) -> None:
     """That tokens are the same says something: KV of one other token changes them."""
-    first, second, plain = trio
+    first, second, plain = instances
     tokens = prompt(11, 200)
     wrong = [*tokens[:100], (tokens[100] + 1) % VOCAB, *tokens[101:]]
     assert plain.ask(wrong) != plain.ask(tokens)
@@ -172,8 +172,8 @@ def test_wrong_kv_is_detected(trio: Trio, threads: ThreadPoolExecutor) -> None:
     assert second.sources()["external_kv_transfer"] == before
 
 
-def test_unreachable_sender_is_replaced_by_computing(trio: Trio, threads: ThreadPoolExecutor) -> None:
-    _, second, plain = trio
+def test_unreachable_sender_is_replaced_by_computing(instances: Trio, threads: ThreadPoolExecutor) -> None:
+    _, second, plain = instances
     tokens = prompt(21, 300)
     take = {"kv": "127.0.0.1:1", "handle": secrets.token_urlsafe(32), "stop": 200, "within_s": 20}
     assert second.ask(tokens, moves={"request": "x", "take": take}) == plain.ask(tokens)
@@ -181,15 +181,15 @@ def test_unreachable_sender_is_replaced_by_computing(trio: Trio, threads: Thread
 
 
 @pytest.mark.vllm_all
-def test_missing_receiver_leaves_no_blocks_allocated(trio: Trio) -> None:
-    first, _, _ = trio
+def test_missing_receiver_leaves_no_blocks_allocated(instances: Trio) -> None:
+    first, _, _ = instances
     give = {"request": "y", "give": {"handle": secrets.token_urlsafe(32), "stop": 300, "lasts_s": 3}}
     first.ask(prompt(31, 300), 1, give)
     until_free(first)
 
 
 @pytest.fixture(scope="module")
-def mortal(trio: Trio, model: Path) -> Iterator[Adapter]:
+def killable_adapter(instances: Trio, model: Path) -> Iterator[Adapter]:
     made = Adapter(model, model.parent / "mortal.log")
     try:
         made.ready()
@@ -199,72 +199,76 @@ def mortal(trio: Trio, model: Path) -> Iterator[Adapter]:
 
 
 def test_segments_are_transferred_between_adapter_and_vllm(
-    trio: Trio, mortal: Adapter, threads: ThreadPoolExecutor
+    instances: Trio, killable_adapter: Adapter, threads: ThreadPoolExecutor
 ) -> None:
-    first, second, plain = trio
+    first, second, plain = instances
     tokens = prompt("face", 300)
     expected = plain.ask(tokens)
     # Taken from a bare instance.
     handle = secrets.token_urlsafe(32)
     threads.submit(first.ask, tokens[:170], 1, {"request": "s", "give": {"handle": handle, "stop": 170}})
     source = {"kv": first.kv, "handle": handle}
-    lines = mortal.segment(tokens, start=170, max_tokens=12, ignore_eos=True, source=source)
+    lines = killable_adapter.segment(tokens, start=170, max_tokens=12, ignore_eos=True, source=source)
     assert [line["token"] for line in lines[:-1]] == expected
     assert (lines[-1]["ended"], lines[-1]["output_tokens"]) == ("length", 12)
     # Given to one; the last line says that it has it.
     handle = secrets.token_urlsafe(32)
-    giving = threads.submit(mortal.segment, tokens, stop=200, handle=handle)
-    take = {"kv": mortal.kv, "handle": handle, "stop": 200}
+    giving = threads.submit(killable_adapter.segment, tokens, stop=200, handle=handle)
+    take = {"kv": killable_adapter.kv, "handle": handle, "stop": 200}
     assert second.ask(tokens, moves={"request": "s", "take": take}) == expected
     assert [next(iter(line)) for line in giving.result(60)] == ["handle", "computed", "ended"]
     assert giving.result()[-1]["ended"] == "handed_on"
 
 
 def test_passthrough_request_gets_its_kv_over_every_route(
-    trio: Trio, mortal: Adapter, threads: ThreadPoolExecutor
+    instances: Trio, killable_adapter: Adapter, threads: ThreadPoolExecutor
 ) -> None:
-    first, _, plain = trio
+    first, _, plain = instances
     path, more = "/v1/chat/completions", {"temperature": 0, "max_tokens": 12, "presence_penalty": 0.7}
     for route, share in (("whole", 0.0), ("split", 0.6), ("prefill apart", 1.0)):
         body: dict[str, object] = {"messages": [{"role": "user", "content": f"{route} " * 20}], **more}
         named = body | {"model": "tiny"}
         expected = plain.call(path, named)["choices"]
-        tokens = list(mortal.call(f"{path}/render", named)["token_ids"])  # type: ignore[call-overload]
+        tokens = list(killable_adapter.call(f"{path}/render", named)["token_ids"])  # type: ignore[call-overload]
         cut = int(share * (len(tokens) - 1))
         handle, source = secrets.token_urlsafe(32), {}
         if cut:
             give = {"request": "s", "give": {"handle": handle, "stop": cut}}
             threads.submit(first.ask, tokens[:cut], 1, give)
             source = {"start": cut, "source": {"kv": first.kv, "handle": handle}}
-        before = mortal.sources()
-        lines = mortal.segment(tokens, own={"path": path, "body": body}, **source)
+        before = killable_adapter.sources()
+        lines = killable_adapter.segment(tokens, own={"path": path, "body": body}, **source)
         (answer,) = (line["said"] for line in lines if "said" in line)
         texts = [
             choice["message"]["content"] for answers in (answer["choices"], expected) for choice in answers
         ]  # type: ignore[index,attr-defined]
         assert texts[0] == texts[1], route
-        after = mortal.sources()
+        after = killable_adapter.sources()
         gained = {kind: after[kind] - before[kind] for kind in after}
         assert gained["external_kv_transfer"] == cut, route
         assert gained["local_compute"] == len(tokens) - cut, route
 
 
 @pytest.mark.vllm_all
-def test_gateway_index_follows_cached_and_evicted_prefixes(trio: Trio, mortal: Adapter) -> None:
+def test_gateway_index_follows_cached_and_evicted_prefixes(
+    instances: Trio, killable_adapter: Adapter
+) -> None:
     tokens, salt = prompt("prefix", 230), "of one tenant"
-    follower = Follower(mortal)
-    mortal.segment(tokens, max_tokens=30, ignore_eos=True, salt=salt)
+    follower = Follower(killable_adapter)
+    killable_adapter.segment(tokens, max_tokens=30, ignore_eos=True, salt=salt)
     # Seven whole blocks of 32, and what was answered makes an eighth.
     assert follower.held(tokens, salt=salt, expected=14) == 14
     assert follower.held(tokens, expected=0) == 0  # of this tenant alone
     for seed in range(18):  # more than vLLM has room for: what was used longest ago goes
-        mortal.segment(prompt(("other", seed), 2000), max_tokens=1)
+        killable_adapter.segment(prompt(("other", seed), 2000), max_tokens=1)
     assert follower.held(tokens, salt=salt, expected=0) == 0
     assert follower.held(prompt(("other", 17), 2000), expected=124) == 124
 
 
 @pytest.mark.vllm_all
-def test_running_vllm_is_profiled_and_planned_with(trio: Trio, mortal: Adapter, tmp_path: Path) -> None:
+def test_running_vllm_is_profiled_and_planned_with(
+    instances: Trio, killable_adapter: Adapter, tmp_path: Path
+) -> None:
     python = os.environ.get("POTLUCK_PYTHON") or pytest.skip("POTLUCK_PYTHON says nothing: make test-vllm")
     out = tmp_path / "p.json"
 
@@ -277,7 +281,7 @@ def test_running_vllm_is_profiled_and_planned_with(trio: Trio, mortal: Adapter, 
 
     few = ("--quick", "--max-batch", "4", "--max-tokens", "600", "--chunk-tokens", str(BATCH_TOKENS))
     named = ("--gpu", "RTX4090", "--name", "Llama-3.1-8B", "--out", str(out))
-    potluck("profile", f"http://127.0.0.1:{mortal.port}", *few, *named)
+    potluck("profile", f"http://127.0.0.1:{killable_adapter.port}", *few, *named)
     profile = json.loads(out.read_text())["value"]
     assert profile["engine"] == "vllm"
     prompts = {
@@ -302,9 +306,9 @@ def taken(giver: Embedded, taker: Instance, plain: Instance, tokens: list[int], 
 
 
 def test_embedded_engine_and_vllm_transfer_to_each_other(
-    trio: Trio, model: Path, threads: ThreadPoolExecutor
+    instances: Trio, model: Path, threads: ThreadPoolExecutor
 ) -> None:
-    first, _, plain = trio
+    first, _, plain = instances
     embedded = Embedded(model, model.parent / "embedded.log")
     try:
         embedded.ready()
@@ -326,28 +330,28 @@ def test_embedded_engine_and_vllm_transfer_to_each_other(
 
 
 def test_killed_or_frozen_sender_costs_no_answer(
-    trio: Trio, mortal: Adapter, threads: ThreadPoolExecutor
+    instances: Trio, killable_adapter: Adapter, threads: ThreadPoolExecutor
 ) -> None:
-    _, second, plain = trio
+    _, second, plain = instances
 
     def in_the_middle(seed: int) -> tuple[list[int], Future[tuple[list[int], Future[list[int]]]]]:
         tokens = prompt(seed, 1500)
         expected = plain.ask(tokens)
-        work = threads.submit(handed, threads, mortal, second, tokens, 1400)
-        while not (mortal.metric("vllm:num_requests_running") or work.done()):
+        work = threads.submit(handed, threads, killable_adapter, second, tokens, 1400)
+        while not (killable_adapter.metric("vllm:num_requests_running") or work.done()):
             time.sleep(0.01)
         return expected, work
 
     # It stands still, which no connection notices; then it goes on.
     expected, work = in_the_middle(41)
-    mortal.stand_still()
+    killable_adapter.stand_still()
     assert work.result(120)[0] == expected
-    mortal.stand_still(False)
+    killable_adapter.stand_still(False)
     # It is killed, and whoever stands before it says so and ends.
     expected, work = in_the_middle(42)
-    os.killpg(mortal.below, signal.SIGKILL)
+    os.killpg(killable_adapter.below, signal.SIGKILL)
     assert work.result(120)[0] == expected
-    assert mortal.ended(60) == 2
+    assert killable_adapter.ended(60) == 2
     until_free(second)
     tokens = prompt(43, 300)
     assert second.ask(tokens) == plain.ask(tokens)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from adapter_kit import HANDLE, standing, streamed, three_tokens
+from adapter_kit import HANDLE, running_adapter, streamed, three_tokens
 from aiohttp import web
 
 
@@ -32,7 +32,7 @@ async def called(request: web.Request) -> web.StreamResponse:
 @pytest.mark.parametrize("stream", [True, False])
 def test_passthrough_request_streams_vllm_events_beside_its_tokens(tmp_path: Path, stream: bool) -> None:
     async def play() -> None:
-        async with standing(tmp_path, called) as stand:
+        async with running_adapter(tmp_path, called) as stand:
             own = {
                 "path": "/v1/chat/completions",
                 "body": {"messages": [1], "tools": ["t"], "stream": stream},
@@ -56,7 +56,7 @@ def test_kv_is_fetched_if_vllm_renders_the_same_prompt_else_its_prompt_is_return
         return await called(request)
 
     async def play() -> None:
-        async with standing(tmp_path, noted) as stand:
+        async with running_adapter(tmp_path, noted) as stand:
             await stand.client.put("/peers", json={"peers": ["10.0.0.5:9000"]})
             source = {"kv": "10.0.0.5:9000", "handle": HANDLE, "connections": 6}
             for messages, start in ((1, 70), (2, 70), (2, 90)):
@@ -75,7 +75,7 @@ def test_kv_is_fetched_if_vllm_renders_the_same_prompt_else_its_prompt_is_return
 
 def test_adapters_are_served_and_reported_in_status(tmp_path: Path) -> None:
     async def play() -> None:
-        async with standing(tmp_path, three_tokens) as stand:
+        async with running_adapter(tmp_path, three_tokens) as stand:
             document = await (await stand.client.get("/status")).json()
             assert (document["own"], document["adapters"], document["max_tokens"]) == (True, ["lora"], 99)
             assert (await stand.lines(model="lora", max_tokens=3))[0] == 200
@@ -94,7 +94,7 @@ def test_slow_vllm_answer_reports_progress(tmp_path: Path, monkeypatch: pytest.M
         return web.json_response({"error": error}, status=400)
 
     async def play() -> None:
-        async with standing(tmp_path, slow) as stand:
+        async with running_adapter(tmp_path, slow) as stand:
             own = {"path": "/v1/chat/completions", "body": {"messages": [1]}}
             asking = asyncio.ensure_future(stand.asked(own=own).__aenter__())
             while not asking.done():
@@ -117,7 +117,7 @@ def test_vllm_400_reaches_the_client_unchanged(tmp_path: Path) -> None:
         return web.json_response({"error": error}, status=400)
 
     async def play() -> None:
-        async with standing(tmp_path, wrong) as stand:
+        async with running_adapter(tmp_path, wrong) as stand:
             status, lines = await stand.lines(own={"path": "/v1/chat/completions", "body": {"messages": [1]}})
             error = lines[0]["error"]
             assert (status, error["message"], error["param"]) == (400, "no such grammar", "response_format")
@@ -136,7 +136,7 @@ def test_schemas_beyond_the_limits_do_not_reach_vllm(tmp_path: Path) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
     async def play() -> None:
-        async with standing(tmp_path, noted) as stand:
+        async with running_adapter(tmp_path, noted) as stand:
             body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
             for wrong in ({"response_format": form}, {"structured_outputs": {"json": schema}}):
                 async with stand.client.post("/v1/chat/completions", json={**body, **wrong}) as answer:

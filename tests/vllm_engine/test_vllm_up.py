@@ -53,14 +53,14 @@ def more_flags(folder: Path) -> list[str]:
     return [*TOOL_FLAGS, "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"lora={folder / 'lora'}"]
 
 
-class Plain(Instance):
+class PlainInstance(Instance):
     def _command(self, model: Path, block_tokens: int) -> list[str]:
         command = super()._command(model, block_tokens)
         return [*(MODEL if word == "tiny" else word for word in command), *more_flags(model.parent)]
 
 
 @dataclass
-class Up:
+class RunningService:
     state: Path
     url: str
     process: subprocess.Popen[str]
@@ -104,7 +104,7 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Plain]]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningService, PlainInstance]]:
     folder = tmp_path_factory.mktemp("up")
     model = make_model(folder / "tiny")
     plan, spec = write_plans(folder, UNITS, [("near", "near")])
@@ -129,14 +129,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Plai
     ]
     log = (folder / "up.log").open("w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=_environment())
-    plain = Plain(model, folder / "plain.log", connector=False)
+    plain = PlainInstance(model, folder / "plain.log", connector=False)
     watchdog = threading.Timer(3 * WITHIN_S, process.kill)
     watchdog.start()
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
         assert line, (folder / "up.log").read_text()[-3000:]
-        up = Up(state, json.loads(line)["url"], process)
+        up = RunningService(state, json.loads(line)["url"], process)
         up.until(lambda result: [item["state"] for item in result.values()].count("ready") == 4)
         yield up, plain.ready()  # type: ignore[misc]
     finally:
@@ -231,7 +231,9 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.vllm_all), True])
-def test_openai_client_gets_the_features_of_vllm(service: tuple[Up, Plain], stream: bool) -> None:
+def test_openai_client_gets_the_features_of_vllm(
+    service: tuple[RunningService, PlainInstance], stream: bool
+) -> None:
     up, plain = service
     below = f"http://127.0.0.1:{plain.port}"
     for place, (what, more) in enumerate(ASKED.items()):
@@ -247,7 +249,7 @@ def test_openai_client_gets_the_features_of_vllm(service: tuple[Up, Plain], stre
 
 
 @pytest.mark.vllm_all
-def test_adapters_are_models_by_their_own_names(service: tuple[Up, Plain]) -> None:
+def test_adapters_are_models_by_their_own_names(service: tuple[RunningService, PlainInstance]) -> None:
     up, plain = service
     with client(up.url) as asking:
         assert {item.id for item in asking.models.list()} == {MODEL, "lora"}
@@ -264,7 +266,9 @@ def test_adapters_are_models_by_their_own_names(service: tuple[Up, Plain]) -> No
 
 
 @pytest.mark.vllm_all
-def test_vllm_refusals_and_different_prompts_reach_the_client(service: tuple[Up, Plain]) -> None:
+def test_vllm_refusals_and_different_prompts_reach_the_client(
+    service: tuple[RunningService, PlainInstance],
+) -> None:
     from openai import BadRequestError
 
     up, plain = service
@@ -282,7 +286,9 @@ def test_vllm_refusals_and_different_prompts_reach_the_client(service: tuple[Up,
 
 
 @pytest.mark.vllm_all
-def test_prefixes_cached_in_vllm_are_found_again_through_the_gateway(service: tuple[Up, Plain]) -> None:
+def test_prefixes_cached_in_vllm_are_found_again_through_the_gateway(
+    service: tuple[RunningService, PlainInstance],
+) -> None:
     """vLLM tells of its blocks and the gateway asks for that, so prompts go where they were before, unless that one
     is busy; by chance, half of them would. Between two askings of one are all the others."""
     up, _ = service
@@ -309,7 +315,9 @@ def ask(url: str, place: int) -> object:
     return result.choices[0].text
 
 
-def test_kill_and_role_flip_under_load_change_no_answer(service: tuple[Up, Plain]) -> None:
+def test_kill_and_role_flip_under_load_change_no_answer(
+    service: tuple[RunningService, PlainInstance],
+) -> None:
     up, plain = service
     count = 48
     done = threading.Semaphore(0)
