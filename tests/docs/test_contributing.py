@@ -65,8 +65,8 @@ def changed(tmp_path: Path) -> Path:
     known = (strategies / "__init__.py").read_text("utf-8")
     row = '    "single": Strategy(single, "single nodes"),\n'
     known = known.replace("STRATEGIES = {\n", f"STRATEGIES = {{\n{row}")
-    first = "from potluck.plan.strategies.single_strategy import single\n\nWHOLE ="
-    (strategies / "__init__.py").write_text(known.replace("WHOLE =", first), "utf-8")
+    first = "from potluck.plan.strategies.single_strategy import single\n\nWHOLE_NODE_COMBOS ="
+    (strategies / "__init__.py").write_text(known.replace("WHOLE_NODE_COMBOS =", first), "utf-8")
     return source
 
 
