@@ -212,12 +212,12 @@ def test_demo_story_shows_savings_only_where_there_were_some(lab: Lab) -> None:
 
     first, second = run_on_page(lab, run)
     assert first[-3:] == [
-        ["What happens", "A burst. 2 times as many chats arrive."],
-        ["What happened", "L4 east #3 is lost. Its process ended."],
-        ["What came of it", "7 more replicas serve."],
+        ["Event", "A burst. 2 times as many chats arrive."],
+        ["Event", "L4 east #3 is lost. Its process ended."],
+        ["Outcome", "7 more replicas serve."],
     ]
-    assert second[0] == ["What came of it", "7 more replicas serve."]
-    assert second[-1] == ["What it saved", "The fleet costs $1 less."]
+    assert second[0] == ["Outcome", "7 more replicas serve."]
+    assert second[-1] == ["Savings", "The fleet costs $1 less."]
 
 
 def test_notices_are_shown_below_the_page_head(lab: Lab) -> None:
@@ -262,7 +262,7 @@ def test_stopped_gateway_shows_an_end_note_and_a_lost_one_is_red(lab: Lab, said:
             "potluck demo",
         )
     else:
-        assert completed == ("connection lost; trying again", True, "", "")
+        assert completed == ("connection lost; retrying", True, "", "")
 
 
 FLOWS_OF_ALL = """const names = Object.keys(tables.replicas), flows = {}, groups = {};

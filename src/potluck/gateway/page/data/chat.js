@@ -67,9 +67,9 @@ async function wayOf(id) {
   }
   row.id = id;
   route.replaceChildren(
-    h("h3", {}, "The way it took"),
+    h("h3", {}, "Route"),
     h("p", { class: "way" }, routeOf(row)),
     steps(row, state.at_s),
-    h("p", { class: "note" }, row.state === "done" ? `${row.prompt_tokens} prompt tokens, ${row.output_tokens} answered; first token after ${seconds(row.first_s)}, all after ${seconds(row.ended_s)}` : `${row.prompt_tokens} prompt tokens`),
+    h("p", { class: "note" }, row.state === "done" ? `${row.prompt_tokens} prompt tokens, ${row.output_tokens} output tokens; TTFT ${seconds(row.first_s)}, E2E ${seconds(row.ended_s)}` : `${row.prompt_tokens} prompt tokens`),
   );
 }

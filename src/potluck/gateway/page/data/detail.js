@@ -35,12 +35,12 @@ function facts(row) {
   const said = [
     ["model", row.model],
     ["role", row.role === row.planned_role ? row.role : `${row.role} (planned: ${row.planned_role})`],
-    ["state", `${row.state}${row.doubted && row.state !== "lost" ? ", doubted: a request failed there" : ""}${row.cordoned ? ", cordoned: nothing new is sent there" : ""}${row.by_hand ? ", set by hand" : ""}`],
-    ["requests", `${row.open} open; it works on ${row.running}, ${row.waiting} wait in it`],
+    ["state", `${row.state}${row.doubted && row.state !== "lost" ? ", doubted: a request failed there" : ""}${row.cordoned ? ", cordoned: gets no new requests" : ""}${row.by_hand ? ", set by hand" : ""}`],
+    ["requests", `${row.open} open: ${row.running} running, ${row.waiting} queued`],
     ["KV memory", `${percent(row.kv)} used`],
-    ["pace", row.pace === null ? "unknown: no speed was planned" : row.pace === 1 ? "as planned" : `things take ${row.pace} times as long as planned`],
+    ["pace", row.pace === null ? "unknown: no planned speed" : row.pace === 1 ? "as planned" : `${row.pace} times the planned step time`],
     ["GPUs", stages(row)],
-    ["part of", row.template],
+    ["template", row.template],
   ];
   if (row.why) said.splice(3, 0, ["why", row.why]);
   return h("dl", {}, said.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
@@ -66,11 +66,11 @@ function controls(name, row) {
     },
   }, label);
   return h("div", { class: "row" },
-    order("Drain", "/drain", { replica: name }, `${short(name, shown().replicas)} takes no more requests, and ends the ${row.open} that it has. Others of its copy go with it.`),
+    order("Drain", "/drain", { replica: name }, `${short(name, shown().replicas)} gets no new requests and finishes its ${row.open} open requests; then its engine is replaced. The other replicas of its copy are drained too.`),
     row.cordoned
-      ? order("Uncordon", "/uncordon", { replica: name }, "It is sent requests again.")
-      : order("Cordon", "/cordon", { replica: name }, `Nothing new is sent there. It keeps the ${row.open} requests that it has, and is not replaced.`),
-    order(`Flip to ${other}`, "/flip", { replica: name, role: other }, `From now on it will ${other}, until it is flipped back.`),
-    order("Kill", "/kill", { replica: name }, `Its engine is killed at once. The ${row.open} requests there go on elsewhere, and another engine is started.`),
-    able ? null : h("p", { class: "note" }, state.past ? "This is the past: nothing can be changed there." : row.state === "lost" ? "It is gone." : "Orders need the operators' key (top right)."));
+      ? order("Uncordon", "/uncordon", { replica: name }, "It gets new requests again.")
+      : order("Cordon", "/cordon", { replica: name }, `It gets no new requests, finishes its ${row.open} open requests, and is not replaced.`),
+    order(`Flip to ${other}`, "/flip", { replica: name, role: other }, `Its role is ${other} until it is flipped back.`),
+    order("Kill", "/kill", { replica: name }, `Its engine is killed at once. Its ${row.open} open requests are retried elsewhere, and another engine is started.`),
+    able ? null : h("p", { class: "note" }, state.past ? "This is a past state: no changes." : row.state === "lost" ? "The replica is lost." : "Changes need the operator key (top right)."));
 }

@@ -22,23 +22,23 @@ export function parts(row, now_s) {
   let last = 0;
   const name = (replica) => short(replica, shown().replicas);
   const add = (kind, from, to, words) => { if (to > from) found.push([kind, from, to, words]); last = Math.max(last, to); };
-  if (!row.attempts.length) add("queue", 0, end, "waits for its turn");
+  if (!row.attempts.length) add("queue", 0, end, "queued");
   row.attempts.forEach((attempt, place) => {
     const next = row.attempts[place + 1];
     const over = attempt.ended_s ?? (next ? next.sent_s : end);
-    add("queue", last, Math.max(last, attempt.sent_s), place ? "waits to go on elsewhere" : "waits for its turn");
+    add("queue", last, Math.max(last, attempt.sent_s), place ? "queued for a retry" : "queued");
     let from = Math.max(last, attempt.sent_s);
     attempt.segments.forEach((segment, at) => {
       if (at === attempt.segments.length - 1) {
         const first = attempt.first_s ?? over;
-        add("prefill", from, first, `${name(segment.replica)} computes ${at ? "the rest of the prompt" : "the prompt"}`);
-        if (attempt.first_s !== undefined) add("decode", first, over, `${name(segment.replica)} writes the answer`);
+        add("prefill", from, first, `${name(segment.replica)} prefills ${at ? "the rest of the prompt" : "the prompt"}`);
+        if (attempt.first_s !== undefined) add("decode", first, over, `${name(segment.replica)} decodes`);
         return;
       }
       const handed = segment.handed_s ?? Math.min(over, attempt.first_s ?? over);
       const computed = Math.min(segment.computed_s ?? handed, handed);
-      add("prefill", from, computed, `${name(segment.replica)} computes tokens ${segment.start} to ${segment.stop}`);
-      add("kv", computed, handed, `KV goes to ${name(attempt.segments[at + 1].replica)}`);
+      add("prefill", from, computed, `${name(segment.replica)} prefills tokens ${segment.start} to ${segment.stop}`);
+      add("kv", computed, handed, `KV transfer to ${name(attempt.segments[at + 1].replica)}`);
       from = Math.max(from, handed);
     });
     if (attempt.failed) found.push(["lost", over, over, `${attempt.where ? name(attempt.where) : "the attempt"} failed (${attempt.failed})`]);
@@ -77,7 +77,7 @@ function line(row, scale, now_s) {
     track(row, scale, now_s),
     h("span", { class: refused ? "how bad" : "how" }, words),
     h("span", { class: refused ? "route bad" : "route" }, refused ? `${row.model} · ${refusal(row)}` : routeOf(row)));
-  return h("li", { class: row.attempts.length > 1 ? "moved" : null, "data-id": row.id }, summary, open ? h("div", {}, h("p", { class: "note" }, `came at ${clock(row.came_s)}, for ${row.model}, class ${row.class}`), steps(row, now_s)) : null);
+  return h("li", { class: row.attempts.length > 1 ? "moved" : null, "data-id": row.id }, summary, open ? h("div", {}, h("p", { class: "note" }, `arrived at ${clock(row.came_s)}, model ${row.model}, class ${row.class}`), steps(row, now_s)) : null);
 }
 
 const refusalGroup = (row) => [row.model, row.tenant, row.class, row.reason].join("\t");

@@ -29,7 +29,7 @@ $("theme").addEventListener("click", () => {
 // The head.
 
 let link = "connecting";
-const LINKS = { live: "live", away: "connection lost; trying again", bye: "ended", key: "the operators' key is needed", full: "too many watch already", connecting: "connecting" };
+const LINKS = { live: "live", away: "connection lost; retrying", bye: "ended", key: "the operator key is needed", full: "too many viewers", connecting: "connecting" };
 function say(what, last) {
   link = what;
   if (last) {
@@ -80,15 +80,15 @@ function head() {
   figure("TTFT p90", over, waited, unit, `${ofModel}${limit ? `SLO ${brief(seconds(limit))}` : "no SLO"}`, ttft !== null && limit !== undefined && ttft > limit);
   figure("Requests ended", over, count(all), "req/s", `now ${now("running")} running, ${now("waiting")} waiting`);
   figure("Output tokens", over, count(sum("output_tokens_per_s")), "tok/s", `prompt: ${count(sum("prompt_tokens_per_s"))} tok/s`);
-  figure("Cost", "now", usd(tables.plan?.now?.now_usd_per_h), "/h", tables.plan?.now?.now_usd_per_h === null ? "the price is unknown" : usd_per_mtok === null ? "no tokens yet" : `${ofModel}${usd(usd_per_mtok)} per million prompt + output tokens, ${over}`);
-  figure("Replicas", "now", String(ready), "ready", off.filter(([, many]) => many).map(([kind, many]) => `${many} ${kind}`).join(", ") || "all of them", off[0][1] > 0);
+  figure("Cost", "now", usd(tables.plan?.now?.now_usd_per_h), "/h", tables.plan?.now?.now_usd_per_h === null ? "price unknown" : usd_per_mtok === null ? "no tokens yet" : `${ofModel}${usd(usd_per_mtok)} per million prompt + output tokens, ${over}`);
+  figure("Replicas", "now", String(ready), "ready", off.filter(([, many]) => many).map(([kind, many]) => `${many} ${kind}`).join(", ") || "all", off[0][1] > 0);
 }
 draws($("figures"), ["models", "replicas", "points", "plan"], head, 500);
 
 // The key.
 
 async function askKey() {
-  const given = await secret("Operators' key", hasKey() ? "Another key, or an empty one to forget it." : "It lies beside the service's state, in the file admin.key. It stays in this tab.");
+  const given = await secret("Operators' key", hasKey() ? "Another key, or none to forget it." : "The key is in the file admin.key of the state folder. It is kept in this tab only.");
   if (given === null) return;
   setKey(given.trim());
   await tryKey();
@@ -98,10 +98,10 @@ async function tryKey() {
   if (hasKey()) {
     try {
       await ask("/fleet");
-      toast("The key is right: orders can be given.");
+      toast("The key is valid: changes are allowed.");
     } catch (error) {
       setKey("");
-      toast(error.status === 401 ? "That is not the operators' key." : error.message, true);
+      toast(error.status === 401 ? "The operator key is wrong." : error.message, true);
     }
   }
   text($("key"), hasKey() ? "Key: in use" : "Operators' key");

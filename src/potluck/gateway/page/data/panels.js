@@ -5,19 +5,19 @@ import { state, shown, draws } from "/page/state.js";
 import { REFUSALS } from "/page/fall.js";
 
 const KINDS = { pair: "two GPUs share each prompt", pipeline: "layers spread over nodes", group: "a group of machines" };
-const CONFIDENCE = { measured: "measured GPUs", transferred: "figures carried over from like GPUs", assumed: "figures assumed" };
+const CONFIDENCE = { measured: "performance measured on this GPU", transferred: "performance transferred from related GPUs", assumed: "performance assumed" };
 
 draws($("plan"), ["plan", "deployments", "models"], () => {
   const tables = shown();
   const plan = tables.plan?.now;
   if (!plan) return;
-  const sure = plan.gap <= 0.0001 ? "proven to be the cheapest of its kind" : `at most ${(plan.gap * 100).toFixed(1)} % above the cheapest of its kind`;
-  const whole = plan.fraction < 1 ? ` It can serve only ${percent(plan.fraction)} of what is asked for, on averages.` : "";
-  text($("plan-why"), `Version ${plan.version}, strategy ${plan.strategy}: ${plan.usd_per_h === null ? "servers that others run, at an unknown price" : `${usd(plan.usd_per_h)}/h planned, ${usd(plan.now_usd_per_h)}/h rented now; ${sure}`}.${whole} ${reason(tables)} Why now: ${plan.why}. ${plan.thinks ? `Scaling (${plan.scaling}): ${plan.thinks}.` : `Scaling: ${plan.scaling}.`}`);
+  const sure = plan.gap <= 0.0001 ? "proven cheapest of its templates for mean traffic" : `at most ${(plan.gap * 100).toFixed(1)} % above the cheapest of its templates for mean traffic`;
+  const whole = plan.fraction < 1 ? ` It serves only ${percent(plan.fraction)} of the demand.` : "";
+  text($("plan-why"), `Version ${plan.version}, strategy ${plan.strategy}: ${plan.usd_per_h === null ? "existing servers at an unknown price" : `${usd(plan.usd_per_h)}/h planned, ${usd(plan.now_usd_per_h)}/h rented now; ${sure}`}.${whole} ${reason(tables)} Why now: ${plan.why}. ${plan.thinks ? `Scaling (${plan.scaling}): ${plan.thinks}.` : `Scaling: ${plan.scaling}.`}`);
   const rows = Object.entries(tables.deployments || {}).sort().map(([, each]) => [
     h("span", {}, `${each.count} × `, h("b", {}, each.replicas.map((one) => `${gpu(one.gpu)}${one.role === "mixed" ? "" : ` (${one.role})`}`).join(" + ")), h("div", { class: "note" }, `${doing(each)}; ${CONFIDENCE[each.confidence] || each.confidence}`), stageBars(each)),
     each.region, each.model, takes(each), usd(each.usd_per_h)]);
-  table($("deployments"), [{ name: "What" }, { name: "Where" }, { name: "Model" }, { name: "Takes" }, { name: "$/h", right: true }], rows, "What the plan deploys");
+  table($("deployments"), [{ name: "Copies" }, { name: "Region" }, { name: "Model" }, { name: "Planned load" }, { name: "$/h", right: true }], rows, "What the plan deploys");
   promises(tables);
 }, 1500);
 
@@ -29,8 +29,8 @@ export function doing(each) {
 }
 
 function reason(tables) {
-  const said = Object.entries(tables.models || {}).filter(([, each]) => each.planned && each.slo).map(([name, each]) => `${count(each.planned.demand_per_s)} requests/s of ${name} (${count(each.planned.capacity_per_s)}/s possible), first tokens within ${brief(seconds(each.slo.ttft_s))} and ${brief(seconds(each.slo.tpot_s))} per token`);
-  return said.length ? `It is for ${said.join("; ")}.` : "";
+  const said = Object.entries(tables.models || {}).filter(([, each]) => each.planned && each.slo).map(([name, each]) => `${count(each.planned.demand_per_s)} req/s of ${name} (capacity ${count(each.planned.capacity_per_s)} req/s), TTFT ${brief(seconds(each.slo.ttft_s))}, TPOT ${brief(seconds(each.slo.tpot_s))}`);
+  return said.length ? `Planned for ${said.join("; ")}.` : "";
 }
 
 function stageBars(each) {
@@ -44,7 +44,7 @@ function takes(each) {
   const longest = Math.max(0, ...each.shares.map((share) => share.up_to_tokens || 0));
   const words = { prefill: "prefill", decode: "decode", closed: "prefill + decode" };
   const said = [...found].filter(([, rate]) => rate > 0).map(([phase, rate]) => `${count(rate)} req/s ${words[phase]}`);
-  return said.length ? `${said.join(", ")}${longest ? `, prompts up to ${count(longest)} tokens` : ""}` : "what comes";
+  return said.length ? `${said.join(", ")}${longest ? `, prompts up to ${count(longest)} tokens` : ""}` : "any";
 }
 
 /** SLO attainment of each class, where there are several. */
@@ -75,12 +75,12 @@ function promises(tables) {
 draws($("tenants"), ["tenants"], () => {
   const rows = shown().tenants || {};
   const weights = Object.values(rows).reduce((sum, each) => sum + each.weight, 0) || 1;
-  table($("tenant-table"), [{ name: "Tenant" }, { name: "Share: due and used" }, { name: "Prompt tok/min", right: true }, { name: "Output tok/min", right: true }, { name: "Running", right: true }, { name: "Waiting", right: true }],
+  table($("tenant-table"), [{ name: "Tenant" }, { name: "Fair share and use" }, { name: "Prompt tok/min", right: true }, { name: "Output tok/min", right: true }, { name: "Running", right: true }, { name: "Waiting", right: true }],
     Object.entries(rows).map(([name, each]) => [name,
-      h("span", { class: "shares", role: "img", "aria-label": `due ${percent(each.weight / weights)}, used ${percent(each.share)}` },
+      h("span", { class: "shares", role: "img", "aria-label": `fair share ${percent(each.weight / weights)}, used ${percent(each.share)}` },
         h("span", { class: "track" }, h("i", { class: "bar due", "--part": (each.weight / weights).toFixed(3) })),
         h("span", { class: "track" }, h("i", { class: "bar used", "--part": each.share })),
-        h("small", {}, `${percent(each.weight / weights)} due, ${percent(each.share)} used`)),
+        h("small", {}, `fair share ${percent(each.weight / weights)}, used ${percent(each.share)}`)),
       count(each.prompt_tokens_last_min), count(each.output_tokens_last_min), String(each.running), String(each.waiting)]), "Tenants and their shares");
 }, 1000);
 
@@ -124,21 +124,21 @@ const repaintEvents = draws($("events"), ["events"], () => {
   const now = JSON.stringify(found.map((each) => each.number));
   if (now === first) return;
   first = now;
-  list.replaceChildren(...found.map(eventLine), found.length ? "" : h("li", { class: "note" }, "Nothing like that was decided."));
+  list.replaceChildren(...found.map(eventLine), found.length ? "" : h("li", { class: "note" }, "No matching decisions."));
 }, 500);
 kind.addEventListener("change", repaintEvents);
 find.addEventListener("input", repaintEvents);
 
 // The story: what happens, what was chosen, what came of it; the lines of an act, or the latest decision.
 
-const TOLD = { act: "What happens", outcome: "What came of it", saving: "What it saved", end: "The end", note: "Note" };
+const TOLD = { act: "Event", outcome: "Outcome", saving: "Savings", end: "End", note: "Note" };
 const CAUSES = ["lost", "market", "order"];
 const QUIET = ["ready", "start", "stop", "cache", "drain", "replan", "recast"];
 const MOST_CHOSEN = 3;
 
 function storyLine(each) {
   return h("p", { class: each.kind }, h("a", { href: `#t=${Math.floor(each.at_s)}` }, clock(each.at_s)),
-    h("b", {}, TOLD[each.kind] || (CAUSES.includes(each.kind) ? "What happened" : "What was chosen")),
+    h("b", {}, TOLD[each.kind] || (CAUSES.includes(each.kind) ? "Event" : "Decision")),
     h("span", {}, each.kind === "act" ? h("strong", {}, sentence(each.what)) : sentence(plain(each.what)), each.why ? h("span", { class: "why" }, ` ${sentence(plain(each.why))}`) : null));
 }
 
