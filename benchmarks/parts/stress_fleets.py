@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from parts import simulate_fleets as fleets
 from potluck.catalog import named_workloads as named
 from potluck.catalog import nodes
-from potluck.cli.simulating.simulate import RateTrial, faster, search, step_of
 from potluck.core.state.policy import Policy
 from potluck.core.values import plan as plans
 from potluck.core.values.types import Link, Role, Slo
 from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.sim.goodput import RateTrial, highest_rate, trial_of, with_rate_scaled
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, merge, synthetic, workload
 from potluck.sim.results.metrics import judge, summarise
@@ -128,10 +128,10 @@ def _capacity(make: Callable[[], ResolvedPlan], policy: Policy, span_s: float) -
     base_per_s = len(base) / float(base.arrival_s[-1])
 
     def tried(scale: float) -> RateTrial:
-        result = simulate(problem, faster(base, scale), policy, seed=SEED)
-        return step_of(summarise(result), scale, base_per_s)
+        result = simulate(problem, with_rate_scaled(base, scale), policy, seed=SEED)
+        return trial_of(summarise(result), scale, base_per_s)
 
-    _, best_trial = search(tried, TOLERANCE)
+    _, best_trial = highest_rate(tried, TOLERANCE)
     if best_trial is None:
         raise SystemExit("stress: no rate that was tried keeps the objective")
     return best_trial.rate_per_s

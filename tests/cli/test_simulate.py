@@ -11,9 +11,9 @@ from cli_services import chat_spec
 
 from potluck.cli.common.render import percent
 from potluck.cli.main import run
-from potluck.cli.simulating.simulate import RateTrial, search
 from potluck.core.brain.brain import Brain
 from potluck.runtime.replay import replay
+from potluck.sim.goodput import RateTrial, highest_rate
 
 SPEC = chat_spec(
     "ttft_ms: 2000, tpot_ms: 60",
@@ -111,7 +111,7 @@ def test_attainment_just_below_the_target_is_printed_with_more_digits() -> None:
 
 @pytest.mark.parametrize("limit", [0.001, 0.3, 1.0, 7.3, 2000.0])
 def test_goodput_search_finds_the_threshold_rate(limit: float) -> None:
-    steps, best_trial = search(
+    steps, best_trial = highest_rate(
         lambda scale: RateTrial(scale, scale, scale <= limit, 0.0, 0.9, "m", 0.0, 0.0), 0.01
     )
     assert best_trial is not None
@@ -120,7 +120,9 @@ def test_goodput_search_finds_the_threshold_rate(limit: float) -> None:
 
 
 def test_goodput_search_ends_when_no_rate_attains_the_objective() -> None:
-    steps, best_trial = search(lambda scale: RateTrial(scale, scale, False, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
+    steps, best_trial = highest_rate(
+        lambda scale: RateTrial(scale, scale, False, 0.0, 0.9, "m", 0.0, 0.0), 0.01
+    )
     assert best_trial is None
     assert len(steps) < 20
 

@@ -281,7 +281,7 @@ def test_unreachable_server_and_unlisted_model_keep_their_place(
 
 def test_attach_is_refused_where_no_model_is_known(tmp_path: Path) -> None:
     options = {"port": None, "policy": (), "engine_ca": None, "state": tmp_path / "state"}
-    asked = SimpleNamespace(**options, **dict.fromkeys(NOT_FOR_ATTACH))
+    asked: Any = SimpleNamespace(**options, **dict.fromkeys(NOT_FOR_ATTACH))
     with pytest.raises(InputError, match=r"no server tells its models.*:1 cannot be reached"):
         attach(roster(tmp_path, "url: 'http://127.0.0.1:1'"), (), asked)
     assert not (tmp_path / "state").exists()

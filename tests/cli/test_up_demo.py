@@ -25,7 +25,7 @@ def test_demo_service_is_simulated_answers_and_leaves_no_processes(tmp_path: Pat
     body = json.loads(done.stdout)
     assert body["models"] == ["words"]
     assert [item["text"] != "" for item in body["answers"]] == [True]
-    assert any("holds its" in line for line in body["lines"]), body["lines"]
+    assert any("SLO attainment" in line for line in body["lines"]), body["lines"]
     store = StateStore(state / "state.db")
     try:
         version = store.plan()

@@ -130,7 +130,7 @@ def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: StateStor
     assert newest is not None
     document = json.loads(output_of(capsys, *asked, "--apply", "--json"))
     assert (document["version"], document["best"]) == (newest.version, "reallocate")
-    assert "is in force: reallocate" in document["done"]
+    assert "applied plan 2: reallocate" in document["done"]
     after = store.plan()
     assert after is not None
     assert after.version == newest.version + 1

@@ -203,7 +203,7 @@ def test_explained_plan_equals_the_printed_one() -> None:
         ("words that\nare folded\n", "words\nthat are folded\n", False, True),
         ("in ~/x\n", "in /tmp/me/x\n", False, True),
         ("chat-1c478792 runs\n", "chat-aaaaaaaa runs\n", False, True),
-        ("best after 3.1 ms, so\n", "best after 9 s, so\n", True, True),
+        ("best state after 3.1 ms, so\n", "best state after 9 s, so\n", True, True),
         ("a\n", "notice: this machine computes 3.1 times slower: not the plan's\na\n", False, True),
     ],
 )

@@ -58,7 +58,7 @@ def test_live_request_waterfall_shows_queue_prefill_and_decode(lab: Lab) -> None
     assert kinds[-1] == "part decode"
     assert ("part kv" in kinds) == ("→" in words)
     assert " decodes" in steps
-    assert "computes" in steps
+    assert "prefills" in steps
 
 
 def test_killed_replica_turns_red_and_its_requests_move(lab: Lab) -> None:
@@ -112,7 +112,7 @@ def test_chat_answer_shows_its_route_and_escapes_markup(lab: Lab) -> None:
             await tab.write(NASTY)
             await tab.press("Enter")
             way = await tab.until("says('#chat-route .way')")
-            await tab.until("/answered; first token/.test(says('#chat-route'))")
+            await tab.until("/output tokens; TTFT/.test(says('#chat-route'))")
             marked = await tab.run("all('#chat-answer :is(img, script, b)').length")
             assert_clean(tab, lab.url)
             return way, await tab.run("says('.said')"), await tab.run("window.hurt"), marked

@@ -101,7 +101,7 @@ def _missing(words: list[str], root: Path) -> str | None:
 
 
 HOME = "~"
-SEARCHED = re.compile(r"best after [\d.]+ \S+,(?: [\d,]+ states)?")
+SEARCHED = re.compile(r"best state after [\d.]+ \S+,(?: [\d,]+ states)?")
 """How long a search took is never the same, nor need be how many states it saw."""
 SOMETIMES = (
     re.compile(r"^notice: this machine computes .*?not the plan's\n", re.MULTILINE | re.DOTALL),
@@ -158,4 +158,4 @@ def alike(said: str, printed: str, home: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return SEARCHED.sub("best after a moment,", "\n".join(line.rstrip() for line in text.splitlines()))
+    return SEARCHED.sub("best state after a moment,", "\n".join(line.rstrip() for line in text.splitlines()))

@@ -6,11 +6,10 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import repeat
 from random import Random
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click import argument, option
@@ -39,6 +38,25 @@ _TIME = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<unit>ms|s)\Z")
 _SHARE = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<percent>%?)\Z")
 
 Row = tuple[float, str, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Options of `bench` that describe the load."""
+
+    model: str | None
+    rate_per_s: float | None
+    workload: str | None
+    concurrency: int | None
+    requests: int | None
+    seconds: float | None
+    prompt: int
+    output: int
+    style: Literal["ids", "text", "chat"]
+    until_eos: bool
+    within_s: float
+    seed: int
+    key: str | None
 
 
 @click.command()
@@ -92,13 +110,13 @@ def bench(url: str | None, slo_text: str | None, as_json: bool, **options: Any) 
     """
     from potluck.loadgen import load_client
 
-    asked = SimpleNamespace(**options)
+    asked = BenchOptions(**options)
     open_loop = asked.rate_per_s is not None or asked.workload is not None
     if asked.concurrency is not None and open_loop:
         raise InputError("--concurrency", "is a closed loop, --rate and --workload an open one: give either")
     at_once = None if open_loop else asked.concurrency or 1
     slo = None if slo_text is None else written_slo(slo_text)
-    traced = () if asked.workload is None else _traced(asked)
+    traced = () if asked.workload is None else _traced(asked.workload, asked)
     url = url or running_url() or DEFAULT_URL
     load_client.server_of(url)
     key = asked.key or os.environ.get(KEY_VARIABLE, "")
@@ -160,7 +178,7 @@ def _model(url: str, model: str | None, key: str) -> str:
     return model or names[0]
 
 
-def _times(asked: SimpleNamespace) -> Iterable[float]:
+def _times(asked: BenchOptions) -> Iterable[float]:
     """Send times: Poisson arrivals, or all 0 for a closed loop."""
     from potluck.loadgen.load_client import poisson
 
@@ -170,14 +188,14 @@ def _times(asked: SimpleNamespace) -> Iterable[float]:
     return repeat(0.0) if count is None else repeat(0.0, count)
 
 
-def _traced(asked: SimpleNamespace) -> list[tuple[float, int, int]]:
+def _traced(source: str, asked: BenchOptions) -> list[tuple[float, int, int]]:
     """Requests of a trace or workload; a synthetic workload is cut to the number or time asked for."""
     from potluck.cli.common.workloads import WorkloadOptions, is_file, load
 
     count, seconds = asked.requests, asked.seconds
-    if count is None and not is_file(asked.workload):
+    if count is None and not is_file(source):
         count = DEFAULT_REQUESTS if seconds is None else MAX_REQUESTS
-    workload = load(asked.workload, "", WorkloadOptions(asked.rate_per_s, count, asked.seed))
+    workload = load(source, "", WorkloadOptions(asked.rate_per_s, count, asked.seed))
     columns = (workload.arrival_s.tolist(), workload.prompt_tokens.tolist(), workload.output_tokens.tolist())
     return [row for row in zip(*columns, strict=True) if seconds is None or row[0] <= seconds]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument, option
@@ -73,6 +72,28 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
 MOST_TOKENS = 4096  # The longest context that is measured unless more is asked for.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """What to measure, and the names in the profile."""
+
+    model: Path | None
+    device: str
+    share: int | None
+    threads: int | None
+    emulate: str | None
+    speed_up: float
+    max_batch: int
+    max_tokens: int | None
+    chunk_tokens: int
+    kv_blocks: int | None
+    repeats: int
+    quick: bool
+    gpu: str | None
+    tp: int
+    name: str | None
+    api_key_file: Path | None
+
+
 @click.command()
 @argument("url", required=False)
 @option("--local", is_flag=True, help="Measure the embedded engine in this process.")
@@ -110,7 +131,7 @@ MOST_TOKENS = 4096  # The longest context that is measured unless more is asked 
 @option("--out", type=PATH, default=Path("profile.json"))
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(
-    url: str | None, local: bool, live: bool, state: Path | None, out: Path, as_json: bool, **options: object
+    url: str | None, local: bool, live: bool, state: Path | None, out: Path, as_json: bool, **options: Any
 ) -> None:
     """Measure an engine's step times and write them to a profile for planning.
 
@@ -135,7 +156,7 @@ def profile(
         _on_share({"local": local, "out": out, "json": as_json, **options})
         return
     try:
-        flags = SimpleNamespace(**options)
+        flags = ProfileOptions(**options)
         remote = _remote(url, flags) if url is not None else _local(flags)
     except ModuleNotFoundError as error:
         raise InputError("profile", f"needs {error.name}; install potluck[engine]") from error
@@ -153,7 +174,7 @@ def _on_share(options: dict[str, object]) -> None:
     raise SystemExit(run_on_share(int(str(share)), command, {**options, "device": "cuda"}))
 
 
-def _local(options: SimpleNamespace) -> Profile:
+def _local(options: ProfileOptions) -> Profile:
     import torch
 
     from potluck.cli.engine.engine import described
@@ -192,7 +213,7 @@ def _local(options: SimpleNamespace) -> Profile:
     return _profile(options, (gpu, directory.resolve().name, "potluck"), versions, points)
 
 
-def _remote(url: str, options: SimpleNamespace) -> Profile:
+def _remote(url: str, options: ProfileOptions) -> Profile:
     import asyncio
 
     from aiohttp import ClientSession
@@ -229,7 +250,7 @@ def _remote(url: str, options: SimpleNamespace) -> Profile:
 
 
 def _profile(
-    options: SimpleNamespace,
+    options: ProfileOptions,
     about: tuple[str, str, str],
     versions: dict[str, str],
     points: list[ProfilePoint],

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click import option
@@ -30,6 +29,21 @@ if TYPE_CHECKING:
 profile_option = option(
     "--profile", "profile_paths", multiple=True, type=PATH, help="Measured step times (`potluck profile`)."
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateOptions:
+    """Options of `estimate` beside model, node and lengths."""
+
+    tp: int | None
+    ep: Literal["none", "tp", "dp"]
+    ttft_ms: float | None
+    tpot_ms: float | None
+    weights_in: str | None
+    role: Literal["mixed", "prefill", "decode"]
+    price_usd_per_h: float | None
+    region: str | None
+    profile_paths: tuple[Path, ...]
 
 
 @click.command()
@@ -69,7 +83,7 @@ def estimate(
     from potluck.catalog import nodes
     from potluck.perf.estimate import estimate as estimate_node
 
-    asked = SimpleNamespace(**options)
+    asked = EstimateOptions(**options)
     node, model = nodes.node_type(node_name), find_model(model_name)
     if asked.weights_in is not None:
         model = in_format(model, format_named(asked.weights_in, "--weights"))

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from math import isclose
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -78,6 +77,24 @@ def best_tried(
     return best_option, shown
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplanRequest:
+    """Options of `replan` that describe what happened and how to plan."""
+
+    anyway: bool
+    averages: bool
+    state: Path | None
+    lose: tuple[str, ...]
+    rate: tuple[str, ...]
+    workload: tuple[str, ...]
+    link: tuple[str, ...]
+    price: tuple[str, ...]
+    time_limit_s: float
+    init_penalty: float
+    headroom: float
+    seed: int
+
+
 REFUSED = "not applied: SLOs are missed in simulation. Add nodes, or apply it with --yes"
 
 
@@ -126,7 +143,7 @@ def replan(
     from potluck.plan.current_problem import observed
     from potluck.plan.strategies import SolveSettings
 
-    asked = SimpleNamespace(**options)
+    asked = ReplanRequest(**options)
     settings = SolveSettings(positive("time-limit", asked.time_limit_s), seed=asked.seed)
     if applied and not live:
         raise InputError("--apply", "is for a service that runs; add --live")
@@ -141,7 +158,7 @@ def replan(
             live_service = live_of(service)
             running_plan, spec = live_service.plan, read_spec(live_service.spec)
             # Rates of --rate override the observed ones, so they come last.
-            asked.rate = (*live_service.rates, *asked.rate)
+            asked = replace(asked, rate=(*live_service.rates, *asked.rate))
         elif plan_path is None or spec_path is None:
             raise InputError("PLAN SPEC", "are needed, or --live")
         else:
@@ -316,7 +333,7 @@ def _names(problem: PlanningProblem, used: set[str], text: str) -> str:
     return ",".join(sorted(there, key=lambda name: name not in used)[: int(value)])
 
 
-def changed_problem(problem: PlanningProblem, asked: SimpleNamespace) -> PlanningProblem:
+def changed_problem(problem: PlanningProblem, asked: ReplanRequest) -> PlanningProblem:
     for text in asked.price:
         region, node, value = node_change(problem, "price", text, NODE_PRICE)
         problem = _with_offer(problem, region, node, price_usd_per_h=float(value))

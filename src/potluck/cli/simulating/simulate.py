@@ -6,13 +6,11 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 from click import argument, option
 
 from potluck.cli.common.files import FILE, PATH, OutputFiles, option_group, positive, require_writable
@@ -20,12 +18,14 @@ from potluck.cli.common.inputs import scale_option
 from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, percent, progress, table_of
 from potluck.cli.planning.estimate import profile_option
 from potluck.cli.simulating import simulation
+from potluck.cli.simulating.simulation import RunOptions
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from potluck.plan.load import ModelLoad
+    from potluck.sim.goodput import RateTrial
     from potluck.sim.load.workload import Workload
     from potluck.sim.results.metrics import RunSummary, ScaleScan
     from potluck.sim.results.plan_comparison import PlanDeviation
@@ -64,7 +64,7 @@ options = option_group(
 
 
 def _read(
-    asked: SimpleNamespace, bar: ProgressBar, market: Path | None = None
+    asked: RunOptions, bar: ProgressBar, market: Path | None = None
 ) -> tuple[simulation.SimulationInputs, Workload]:
     return simulation.read_inputs(
         asked.paths,
@@ -97,6 +97,8 @@ def _read(
 def simulate(
     faults_path: Path | None,
     market: Path | None,
+    heartbeat_s: float,
+    scans: bool,
     report: Path | None,
     records: Path | None,
     log: Path | None,
@@ -122,7 +124,7 @@ def simulate(
     from potluck.sim.run import simulate as run
     from potluck.sim.sim_settings import SimSettings
 
-    asked = SimpleNamespace(**options)
+    asked = RunOptions(**options)
     if asked.rate_per_s is not None:
         positive("--rate", asked.rate_per_s)
     for name, path in (("--report", report), ("--records", records), ("--log", log)):
@@ -142,7 +144,7 @@ def simulate(
             workload,
             policy,
             seed=asked.seed,
-            settings=SimSettings(tick_s=policy.tick_s, heartbeat_s=asked.heartbeat_s, samples=samples),
+            settings=SimSettings(tick_s=policy.tick_s, heartbeat_s=heartbeat_s, samples=samples),
             faults=simulation.with_market(faults, inputs.market),
             planner=simulation.planner_of(inputs, policy, asked.time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
@@ -154,7 +156,7 @@ def simulate(
         saves("--records", records, lambda to: write_records(to, result))
         saves.text("--report", report, lambda: html(summary, result))
     plan_deviations = compared(resolved, result, policy.balance)
-    _show(summary, result, plan_deviations, scan(result) if asked.scans else None, loads, asked.as_json)
+    _show(summary, result, plan_deviations, scan(result) if scans else None, loads, asked.as_json)
     saves.complain()
     _complain(plan_deviations, summary)
 
@@ -200,23 +202,6 @@ def _show(
     show_planned(plan_deviations)
 
 
-MAX_DOUBLINGS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class RateTrial:
-    """A simulation of `goodput` at one request rate."""
-
-    scale: float
-    rate_per_s: float
-    holds: bool
-    attainment: float  # Of the model that is worst off against its own promise.
-    promised: float  # To that model.
-    model: str
-    ttft_p99_s: float
-    tpot_p99_s: float
-
-
 @click.command()
 @options
 @option("--tolerance", type=float, default=0.02, help="Relative precision of the rate.")
@@ -231,11 +216,12 @@ def goodput(tolerance: float, **options: Any) -> None:
       potluck goodput plan.json potluck.yaml
       potluck goodput plan.json potluck.yaml --workload sharegpt --requests 20000
     """
+    from potluck.sim.goodput import highest_rate, trial_of, with_rate_scaled
     from potluck.sim.results.metrics import summarise
     from potluck.sim.run import simulate
     from potluck.sim.sim_settings import SimSettings
 
-    asked = SimpleNamespace(**options)
+    asked = RunOptions(**options)
     if asked.rate_per_s is not None:
         positive("--rate", asked.rate_per_s)
     if not 0 < tolerance < 1:
@@ -254,62 +240,24 @@ def goodput(tolerance: float, **options: Any) -> None:
         if base_per_s <= 0:
             raise InputError("--workload", "all requests come at one moment, so there is no rate to vary")
 
-        def tried(scale: float) -> RateTrial:
-            progress_bar(f"{base_per_s * scale:.3g} requests/s")
+        def simulate_at(scale: float) -> RateTrial:
+            progress_bar(f"simulating {base_per_s * scale:.3g} req/s")
             result = simulate(
-                resolved, faster(workload, scale), policy, seed=asked.seed, settings=settings, planner=planner
+                resolved,
+                with_rate_scaled(workload, scale),
+                policy,
+                seed=asked.seed,
+                settings=settings,
+                planner=planner,
             )
-            return step_of(summarise(result), scale, base_per_s)
+            return trial_of(summarise(result), scale, base_per_s)
 
-        steps, best_trial = search(tried, tolerance)
+        steps, best_trial = highest_rate(simulate_at, tolerance)
     if asked.as_json:
         rate = 0.0 if best_trial is None else best_trial.rate_per_s
         emit_json({"goodput_per_s": rate, "steps": [encode(step) for step in steps]})
     else:
         _show_goodput(steps, best_trial)
-
-
-def search(tried: Callable[[float], RateTrial], tolerance: float) -> tuple[list[RateTrial], RateTrial | None]:
-    """Double or halve until one rate holds and one does not, then halve the gap: all steps, the best that holds."""
-    steps: list[RateTrial] = []
-    low_trial: RateTrial | None = None
-    high_trial: RateTrial | None = None
-    scale = 1.0
-    while True:
-        steps.append(tried(scale))
-        if steps[-1].holds:
-            low_trial = steps[-1]
-        else:
-            high_trial = steps[-1]
-        if low_trial is not None and high_trial is not None:
-            if high_trial.scale / low_trial.scale <= 1.0 + tolerance:
-                return steps, low_trial
-            scale = (low_trial.scale * high_trial.scale) ** 0.5
-        elif len(steps) > MAX_DOUBLINGS:
-            return steps, low_trial
-        else:
-            scale *= 2.0 if high_trial is None else 0.5
-
-
-def faster(workload: Workload, scale: float) -> Workload:
-    return replace(workload, arrival_s=np.asarray(workload.arrival_s / scale))
-
-
-def step_of(summary: RunSummary, scale: float, base_per_s: float) -> RateTrial:
-    judged = [m for m in summary.models if m.slo is not None and m.attainment is not None]
-    if not judged:
-        raise InputError("slo", "no model has an objective to keep")
-    worst = min(judged, key=lambda m: (m.attainment or 0.0) - (m.slo.attainment if m.slo else 0.0))
-    return RateTrial(
-        scale,
-        base_per_s * scale,
-        all(model.holds for model in judged),
-        worst.attainment or 0.0,
-        worst.slo.attainment if worst.slo else 0.0,
-        worst.model,
-        worst.ttft_s.p99 if worst.ttft_s else float("nan"),
-        worst.tpot_s.p99 if worst.tpot_s else float("nan"),
-    )
 
 
 def _show_goodput(steps: list[RateTrial], best_trial: RateTrial | None) -> None:

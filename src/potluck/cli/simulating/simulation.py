@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -43,6 +42,25 @@ class SimulationInputs:
     plan: Plan
     market: Faults | None = None
     """Prices and nodes over time, where a file has them; those of the beginning are in the spec already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options that `simulate` and `goodput` share."""
+
+    paths: tuple[Path, ...]
+    workload: tuple[str, ...]
+    logs: tuple[Path, ...]
+    rate_per_s: float | None
+    count: int | None
+    """Number of requests; None: that of the source."""
+    seed: int
+    cv: float | None
+    time_limit_s: float
+    policy: tuple[str, ...]
+    slo_scale: float
+    profile_paths: tuple[Path, ...]
+    as_json: bool
 
 
 Made = TypeVar("Made")
@@ -214,7 +232,7 @@ def scene_of(inputs: SimulationInputs) -> ResolvedPlan:
     )
 
 
-def requests(spec: Spec, asked: SimpleNamespace, said: Callable[[str], None]) -> Workload:
+def requests(spec: Spec, asked: RunOptions, said: Callable[[str], None]) -> Workload:
     """The spec's own traffic, or for each model what `--workload` names, `NAME` or `MODEL=NAME`, or a log's."""
     from potluck.cli.common.workloads import DEFAULT_REQUESTS, WorkloadOptions, load
     from potluck.sim.load.workload import merge, of_traffic
@@ -241,7 +259,7 @@ def requests(spec: Spec, asked: SimpleNamespace, said: Callable[[str], None]) ->
     return parts[0] if len(parts) == 1 else merge(parts)
 
 
-def _logged(spec: Spec, asked: SimpleNamespace, said: Callable[[str], None]) -> Workload:
+def _logged(spec: Spec, asked: RunOptions, said: Callable[[str], None]) -> Workload:
     from potluck.runtime.replay import log_lines
     from potluck.sim.load.workload import at_rate, first, from_log
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import click
@@ -25,6 +24,7 @@ from potluck.cli.common.files import read_text
 from potluck.cli.common.render import paragraph
 from potluck.cli.simulating import simulation
 from potluck.cli.up import run_service
+from potluck.cli.up.up_options import UpOptions
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.figures import seconds
 from potluck.core.values.types import Role
@@ -84,7 +84,7 @@ class Attachment:
     """What to report about servers that answered."""
 
 
-def attach(file: Path, paths: tuple[Path, ...], asked: SimpleNamespace, host: str = "127.0.0.1") -> None:
+def attach(file: Path, paths: tuple[Path, ...], asked: UpOptions, host: str = "127.0.0.1") -> None:
     from potluck.cli.supervisor import SUPERVISED
     from potluck.control.launchers.process import must_be_free
     from potluck.control.local_stack import LocalStack, LocalStackSettings
@@ -143,7 +143,7 @@ def _say(line: str) -> None:
 
 
 def gateway_words(
-    asked: SimpleNamespace, attachment: Attachment, roster: Path, base: Any = None
+    asked: UpOptions, attachment: Attachment, roster: Path, base: Any = None
 ) -> tuple[str, ...]:
     """Options for `potluck serve`, beside those of every service."""
     from potluck.core.state.policy import Policy

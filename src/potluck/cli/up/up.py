@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,6 +34,7 @@ from potluck.cli.up.run_service import (
     own_key,
     run_stack,
 )
+from potluck.cli.up.up_options import UpOptions
 from potluck.control.launchers.local_capacity import find_chips
 from potluck.control.launchers.process import last_lines, must_be_free
 from potluck.core.errors import InputError, PotluckError
@@ -188,7 +188,7 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
       potluck up potluck.yaml --on ray --engine mock   on the nodes of a Ray cluster
       potluck up --check             start, send one request, stop
     """
-    remote_target, asked = ClusterTarget.of(options), SimpleNamespace(**options)
+    remote_target, asked = ClusterTarget.of(options), UpOptions(**options)
     if attach is None:
         if asked.engine_ca is not None:
             raise InputError("--engine-ca", "is for --attach")
@@ -201,7 +201,7 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
     attached(attach, paths, asked, remote_target.host)
 
 
-def _up(paths: tuple[Path, ...], remote_target: ClusterTarget, asked: SimpleNamespace) -> None:
+def _up(paths: tuple[Path, ...], remote_target: ClusterTarget, asked: UpOptions) -> None:
     began_s, here, model = time.monotonic(), remote_target.on == "here", asked.model
     if SUPERVISED.again and _resumed(paths, remote_target, asked, began_s):
         return
@@ -270,9 +270,7 @@ def _up(paths: tuple[Path, ...], remote_target: ClusterTarget, asked: SimpleName
         run_stack(_Show(stack, prepared_plan, asked.as_json, began_s, *check, report, until_ready.close))
 
 
-def _resumed(
-    paths: tuple[Path, ...], remote_target: ClusterTarget, asked: SimpleNamespace, began_s: float
-) -> bool:
+def _resumed(paths: tuple[Path, ...], remote_target: ClusterTarget, asked: UpOptions, began_s: float) -> bool:
     """Go on where a controller was killed, if its state has all that this takes."""
     if remote_target.on != "here" or asked.model is not None or asked.schedule is not None:
         return False
@@ -407,7 +405,7 @@ SLACK = 3.0  # Times the start-up that is reckoned with, after which an engine i
 def prepared_for(
     paths: tuple[Path, ...],
     spec_path: Path,
-    asked: SimpleNamespace,
+    asked: UpOptions,
     choices: PlanChoices,
     said: Callable[[str], None],
     remote_target: ClusterTarget,
