@@ -10,7 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from potluck.sim.links.link import SharedPipe
-from potluck.sim.world.event_queue import CALL, FEW, SLOWEST_PER_S, Entry, EventQueue, slices_per_s
+from potluck.sim.world.event_queue import (
+    CALL,
+    ONE_HEAP_MAX_REPLICAS,
+    SLICED_MIN_REQUESTS_PER_S,
+    Entry,
+    EventQueue,
+    slices_per_s,
+)
 
 WEIGHTS = {"": 1.0, "gold": 4.0, "iron": 0.5}
 
@@ -177,7 +184,7 @@ def test_event_queue_order_equals_one_heap(what: list[float | None], per_s: floa
 @given(st.integers(0, 100_000), st.floats(0.0, 1e9))
 def test_event_queue_slices_are_powers_of_two_for_large_fleets_only(replicas: int, rate_per_s: float) -> None:
     per_s = slices_per_s(replicas, rate_per_s)
-    if replicas < FEW or rate_per_s <= SLOWEST_PER_S:
+    if replicas <= ONE_HEAP_MAX_REPLICAS or rate_per_s <= SLICED_MIN_REQUESTS_PER_S:
         assert per_s == 0.0
     else:
         mantissa, _ = per_s.hex().split("p")

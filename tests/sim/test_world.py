@@ -300,7 +300,7 @@ def test_world_check_detects_corrupted_records() -> None:
     assert any("without a reason" in wrong for wrong in check(world))
     world.ledger.outcome[6] = 1
     assert check(world) == []
-    replica = world.fleet.all_sites[0]
+    replica = world.fleet.all_replicas[0]
     replica.replica.reserve(world.now_s, 99, 160)
     assert any("still uses 10 blocks" in wrong for wrong in check(world))
     world.network.pipes[-1].sent_bytes += 1e6

@@ -44,7 +44,7 @@ def check(world: SimWorld) -> list[str]:
 def midway(world: SimWorld) -> list[str]:
     """What holds at any time: no replica over its memory, no pipe with more or less than it was given."""
     texts = []
-    for sim_replica in world.sites.values():
+    for sim_replica in world.replicas.values():
         sim_engine = sim_replica.replica
         if not 0 <= sim_engine.used_blocks <= sim_engine.total_blocks:
             texts.append(
@@ -84,11 +84,15 @@ def _left_over(world: SimWorld) -> list[str]:
     if world.attempts.open:
         return []
     texts = []
-    for replica in world.fleet.all_sites:
-        left = len(replica.attempts) + len(replica.computing) + sum(not hand.over for hand in replica.waiting)
+    for replica in world.fleet.all_replicas:
+        left = (
+            len(replica.attempts)
+            + len(replica.computing)
+            + sum(not handover.over for handover in replica.waiting)
+        )
         if left:
             texts.append(f"{replica.id} still has {left} requests")
-        if replica.there and replica.replica.used_blocks:
+        if replica.exists and replica.replica.used_blocks:
             texts.append(f"{replica.id} still uses {replica.replica.used_blocks} blocks")
     return texts + [
         f"{pipe.name} still has {len(pipe)} transfers"
@@ -215,9 +219,9 @@ def result_of(world: SimWorld, seed: int) -> SimResult:
         "reports lost": world.reports.lost,
         "plans asked for": world.replans,
     }
-    sites = world.fleet.all_sites
-    replicas = tuple(_replica_record(replica, end_s) for replica in sites)
-    added_s = [replica.replica_model.engine.host.request_s for replica in sites]
+    sim_replicas = world.fleet.all_replicas
+    replicas = tuple(_replica_record(replica, end_s) for replica in sim_replicas)
+    added_s = [replica.replica_model.engine.host.request_s for replica in sim_replicas]
     rtt_s = world.replica_models.resolved.rtt_s
     return SimResult(
         recorded.as_users_see(world.ledger.records(world.workload), replicas, rtt_s, added_s),

@@ -1,9 +1,9 @@
-"""KV on its way from one segment to the next.
+"""Transfers of KV from one segment to the next.
 
-The receiver sets blocks aside before the first byte leaves. KV that is computed while it has no room waits in the
-sender's host memory, as far as that goes (SEND_QUEUE_BYTES). Blocks set aside for what is not computed are given back
-where the receiver idles for want of them. With overlap a transfer takes its share of the pipe from the moment its
-segment begins to be computed, and KV leaves layer by layer. With L layers of B bytes in all, computed evenly in c
+The receiver reserves blocks before the first byte is sent. KV that is computed while the receiver has no free
+blocks waits in the sender's host memory, up to SEND_QUEUE_BYTES. Blocks reserved for KV that is not computed yet are
+released when the receiver idles for lack of them. With overlap a transfer takes its share of the pipe from the moment its
+segment begins to be computed, and KV is sent layer by layer. With L layers of B bytes in all, computed evenly in c
 seconds, the last byte arrives at
 
     max(f + c / L, e + (B / L) / r) + alpha
@@ -12,8 +12,8 @@ f is when the pipe would have carried B bytes (its share counted from the beginn
 computation ended, r the share at that time. For one transfer alone this is exact.
 Without overlap the whole leaves at e, and arrives at f + alpha.
 
-Where the host's memory is full, replicas can wait for each other's room. Whoever has waited for STUCK_S at a replica
-that does nothing fails for want of memory, and is sent again or refused.
+With full host memory, replicas can wait for each other's blocks. An attempt that has waited for STUCK_AFTER_S at an
+idle replica fails for lack of memory; the Brain then retries or refuses its request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from potluck.sim.links.sim_network import SimNetwork, Ways
 from potluck.sim.world.event_queue import HANDED, PIPE, EventQueue
 from potluck.sim.world.sim_state import SimAttempt, SimHandover, SimReplica
 
-STUCK_S: Final = 10.0
+STUCK_AFTER_S: Final = 10.0
 
 
 def codec_of(
@@ -39,7 +39,7 @@ def codec_of(
     source_replica: SimReplica,
     target_replica: SimReplica,
 ) -> Codec:
-    """In which KV goes from one replica to another. What came in fewer bits cannot go on as if it were whole."""
+    """The codec of KV between two replicas. KV that arrived lossy cannot be sent on as lossless."""
     if attempt.request.exact:
         return LOSSLESS
     here, there, codec = source_replica.member, target_replica.member, source_replica.replica_model.codec
@@ -49,240 +49,250 @@ def codec_of(
 
 
 class SimHandovers:
+    """All transfers of KV under way."""
+
     def __init__(self, events: EventQueue, network: SimNetwork, overlap: bool = True) -> None:
         self._events = events
         self.network = network
         self.overlap = overlap
         self.waited = 0
-        """Hand-overs that found no room at first."""
+        """Number of hand-overs that had to wait for free blocks."""
         self._open: dict[int, SimHandover | Callable[[float], None]] = {}
         self._waiting: list[SimHandover] = []
-        """For room, oldest first; may hold some that wait no more."""
+        """Hand-overs that wait for free blocks, oldest first; may contain some that no longer wait."""
         self._next_key = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def expect(self, now_s: float, attempt: SimAttempt, size_bytes: float, codec: Codec) -> None:
-        """The segment under way was given to its replica; its KV will go to the next."""
-        hand = SimHandover(self._next_key, attempt, size_bytes, codec)
+    def begin(self, now_s: float, attempt: SimAttempt, size_bytes: float, codec: Codec) -> None:
+        """Register the transfer of a segment that was just submitted to its replica."""
+        handover = SimHandover(self._next_key, attempt, size_bytes, codec)
         self._next_key += 1
-        self._open[hand.key] = hand
-        attempt.hand = hand
-        computing = hand.source.computing
+        self._open[handover.key] = handover
+        attempt.handover = handover
+        computing = handover.source.computing
         computing.append(attempt)
         if computing[0] is attempt:
-            self._computing(now_s, hand)
+            self._begin_computing(now_s, handover)
 
     def computed(self, now_s: float, attempt: SimAttempt) -> None:
-        hand = attempt.hand
-        assert hand is not None
-        hand.computed_s = now_s
-        self._leave(now_s, hand)
-        if hand.started_s == inf:
-            self._ask(now_s, hand)
-            if hand.started_s == inf:
-                self._put_aside(now_s, hand)
-        elif hand.piped_s < inf:
-            self._settle(now_s, hand)
+        handover = attempt.handover
+        assert handover is not None
+        handover.computed_s = now_s
+        self._end_computing(now_s, handover)
+        if handover.started_s == inf:
+            self._request_room(now_s, handover)
+            if handover.started_s == inf:
+                self._move_to_host_memory(now_s, handover)
+        elif handover.piped_s < inf:
+            self._schedule_arrival(now_s, handover)
 
-    def room(self, now_s: float, replica: SimReplica) -> None:
-        """Blocks became free at a replica: let those in who wait, in order."""
+    def admit_waiting(self, now_s: float, replica: SimReplica) -> None:
+        """Start waiting transfers in order, after blocks became free at a replica."""
         waiting = replica.waiting
         while waiting:
-            hand = waiting[0]
-            if hand.over:
+            handover = waiting[0]
+            if handover.over:
                 waiting.popleft()
                 continue
-            if not self._reserved(now_s, hand):
+            if not self._reserve(now_s, handover):
                 return
             waiting.popleft()
-            self._start(now_s, hand)
+            self._start(now_s, handover)
 
-    def give_back(self, now_s: float) -> None:
-        """Of replicas that do nothing for want of blocks, those set aside for what is not computed yet."""
-        for hand in list(self._open.values()):
-            if isinstance(hand, SimHandover) and hand.reserved and hand.computed_s == inf:
-                target_replica = hand.target
+    def release_reservations(self, now_s: float) -> None:
+        """Release blocks reserved for KV not computed yet, at replicas that idle for lack of blocks."""
+        for handover in list(self._open.values()):
+            if isinstance(handover, SimHandover) and handover.reserved and handover.computed_s == inf:
+                target_replica = handover.target
                 if target_replica.replica.idle and target_replica.replica.batch.queued:
-                    self._off_pipe(now_s, hand)
-                    hand.reserved, hand.started_s, hand.piped_s = False, inf, inf
-                    target_replica.replica.release(now_s, hand.running.key)
+                    self._abort_transfer(now_s, handover)
+                    handover.reserved, handover.started_s, handover.piped_s = False, inf, inf
+                    target_replica.replica.release(now_s, handover.attempt.key)
                     self._events.look(target_replica)
 
     def stuck(self, now_s: float) -> list[SimHandover]:
-        """The longest waiting at each replica that has no room for it and nothing to do that would make some."""
-        self._waiting = [hand for hand in self._waiting if not hand.over and not hand.reserved]
+        """For each idle replica without free blocks the transfer that has waited longest there."""
+        self._waiting = [
+            handover for handover in self._waiting if not handover.over and not handover.reserved
+        ]
         handovers: dict[int, SimHandover] = {}
-        for hand in self._waiting:
-            if now_s - hand.waits_s >= STUCK_S and hand.target.replica.idle:
-                handovers.setdefault(hand.target.index, hand)
+        for handover in self._waiting:
+            if now_s - handover.waits_s >= STUCK_AFTER_S and handover.target.replica.idle:
+                handovers.setdefault(handover.target.index, handover)
         return list(handovers.values())
 
     def pipe_due(self, now_s: float, pipe: SharedPipe) -> None:
         if now_s < pipe.due_s:
-            return  # an older look; a later one is on the agenda, and following both would double them
+            return  # a later wake-up has replaced this one
         pipe.due_s = inf
         for key in pipe.done(now_s):
-            hand = self._open.get(key)
-            if isinstance(hand, SimHandover):
-                hand.left -= 1
-                if key != hand.key:
+            handover = self._open.get(key)
+            if isinstance(handover, SimHandover):
+                handover.left -= 1
+                if key != handover.key:
                     del self._open[key]
-                if hand.left:
+                if handover.left:
                     continue
-                hand.piped_s = now_s
-                if hand.computed_s < inf:
-                    self._settle(now_s, hand)
-            elif hand is not None:
+                handover.piped_s = now_s
+                if handover.computed_s < inf:
+                    self._schedule_arrival(now_s, handover)
+            elif handover is not None:
                 del self._open[key]
-                hand(now_s)
+                handover(now_s)
         self.schedule(pipe)
 
-    def handed(self, hand: SimHandover) -> bool:
-        """The last byte is there; False when nobody waits for it any more."""
-        if hand.over:
+    def finish(self, handover: SimHandover) -> bool:
+        """End a transfer whose last byte has arrived; False if it was cancelled before."""
+        if handover.over:
             return False
-        self._close(hand)
-        del self._open[hand.key]
-        hand.running.hand = None
+        self._end(handover)
+        del self._open[handover.key]
+        handover.attempt.handover = None
         return True
 
-    def drop(self, now_s: float, attempt: SimAttempt) -> None:
-        """Forget a journey's hand-over: it failed, was cancelled or re-routed."""
-        hand = attempt.hand
-        if hand is None:
+    def cancel(self, now_s: float, attempt: SimAttempt) -> None:
+        """Cancel an attempt's transfer: the attempt failed, was cancelled or re-routed."""
+        handover = attempt.handover
+        if handover is None:
             return
-        attempt.hand = None
-        self._close(hand)
-        self._open.pop(hand.key, None)
-        self._off_pipe(now_s, hand)
-        self._leave(now_s, hand)
+        attempt.handover = None
+        self._end(handover)
+        self._open.pop(handover.key, None)
+        self._abort_transfer(now_s, handover)
+        self._end_computing(now_s, handover)
 
     def broken(self, pipe: SharedPipe) -> list[SimAttempt]:
         hands = (self._open[key] for key in pipe.keys)
-        return [hand.running for hand in hands if isinstance(hand, SimHandover)]
+        return [handover.attempt for handover in hands if isinstance(handover, SimHandover)]
 
     def schedule(self, pipe: SharedPipe) -> None:
-        """Put a pipe's next end on the agenda unless an earlier look is there already."""
+        """Enqueue the next end of a transfer of a pipe, unless the queue has an earlier wake-up of it."""
         due_s = pipe.next_s()
         if due_s < pipe.due_s:
             pipe.due_s = due_s
             self._events.push(due_s, PIPE, pipe)
 
-    def _off_pipe(self, now_s: float, hand: SimHandover) -> None:
-        if hand.pipe is not None and hand.key in hand.pipe:
-            hand.pipe.abort(now_s, hand.key)
-            self.schedule(hand.pipe)
-        for key, pipe in hand.parts:
+    def _abort_transfer(self, now_s: float, handover: SimHandover) -> None:
+        if handover.pipe is not None and handover.key in handover.pipe:
+            handover.pipe.abort(now_s, handover.key)
+            self.schedule(handover.pipe)
+        for key, pipe in handover.parts:
             self._open.pop(key, None)
             if key in pipe:
                 pipe.abort(now_s, key)
                 self.schedule(pipe)
-        hand.pipe, hand.parts, hand.left = None, (), 1
+        handover.pipe, handover.parts, handover.left = None, (), 1
 
-    def _computing(self, now_s: float, hand: SimHandover) -> None:
-        hand.began_s = now_s
-        if self.overlap and hand.started_s == inf and hand.source.replica.batch.begins(hand.running.key):
-            self._ask(now_s, hand)
+    def _begin_computing(self, now_s: float, handover: SimHandover) -> None:
+        handover.began_s = now_s
+        if (
+            self.overlap
+            and handover.started_s == inf
+            and handover.source.replica.batch.begins(handover.attempt.key)
+        ):
+            self._request_room(now_s, handover)
 
-    def _leave(self, now_s: float, hand: SimHandover) -> None:
-        """It is not computed here any more; the next in line is."""
-        line = hand.source.computing
-        if hand.running not in line:
+    def _end_computing(self, now_s: float, handover: SimHandover) -> None:
+        """Remove an attempt from its sender's queue; the next attempt begins to be computed."""
+        line = handover.source.computing
+        if handover.attempt not in line:
             return
-        line.remove(hand.running)
+        line.remove(handover.attempt)
         if line:
-            following = line[0].hand
+            following = line[0].handover
             if following is not None and following.began_s == inf:
-                self._computing(now_s, following)
+                self._begin_computing(now_s, following)
 
-    def _put_aside(self, now_s: float, hand: SimHandover) -> None:
-        """Out of the sender's blocks, which others may need before the receiver has room."""
-        source_replica = hand.source
-        if source_replica.aside_bytes + hand.size_bytes <= SEND_QUEUE_BYTES:
-            hand.aside = True
-            source_replica.aside_bytes += hand.size_bytes
-            source_replica.replica.release(now_s, hand.running.key)
+    def _move_to_host_memory(self, now_s: float, handover: SimHandover) -> None:
+        """Move computed KV out of the sender's blocks, which other requests may need."""
+        source_replica = handover.source
+        if source_replica.aside_bytes + handover.size_bytes <= SEND_QUEUE_BYTES:
+            handover.aside = True
+            source_replica.aside_bytes += handover.size_bytes
+            source_replica.replica.release(now_s, handover.attempt.key)
             self._events.look(source_replica)
 
-    def _close(self, hand: SimHandover) -> None:
-        hand.over = True
-        if hand.aside:
-            hand.source.aside_bytes -= hand.size_bytes
+    def _end(self, handover: SimHandover) -> None:
+        handover.over = True
+        if handover.aside:
+            handover.source.aside_bytes -= handover.size_bytes
 
-    def _ask(self, now_s: float, hand: SimHandover) -> None:
-        target_replica = hand.target
-        if hand.reserved or hand in target_replica.waiting:
+    def _request_room(self, now_s: float, handover: SimHandover) -> None:
+        target_replica = handover.target
+        if handover.reserved or handover in target_replica.waiting:
             return
-        if target_replica.waiting or not self._reserved(now_s, hand):
-            target_replica.waiting.append(hand)
-            hand.waits_s = now_s
-            self._waiting.append(hand)
+        if target_replica.waiting or not self._reserve(now_s, handover):
+            target_replica.waiting.append(handover)
+            handover.waits_s = now_s
+            self._waiting.append(handover)
             self.waited += 1
             return
-        self._start(now_s, hand)
+        self._start(now_s, handover)
 
-    def _reserved(self, now_s: float, hand: SimHandover) -> bool:
-        """Whether there is room for it; then what the receiver does next may be due earlier."""
-        attempt, target_replica = hand.running, hand.target
-        hand.reserved = target_replica.replica.reserve(
+    def _reserve(self, now_s: float, handover: SimHandover) -> bool:
+        """Reserve blocks at the receiver, if it has enough; its next event may then be earlier."""
+        attempt, target_replica = handover.attempt, handover.target
+        handover.reserved = target_replica.replica.reserve(
             now_s, attempt.key, attempt.segments[attempt.place].stop or 0
         )
         self._events.look(target_replica)
-        return hand.reserved
+        return handover.reserved
 
-    def _start(self, now_s: float, hand: SimHandover) -> None:
-        hand.started_s = now_s
-        ways = self.network.ways(hand.source, hand.target)
-        if ways and hand.size_bytes > 0:
-            self._start_side_by_side(now_s, hand, ways)
+    def _start(self, now_s: float, handover: SimHandover) -> None:
+        handover.started_s = now_s
+        ways = self.network.ways(handover.source, handover.target)
+        if ways and handover.size_bytes > 0:
+            self._start_over_several_pipes(now_s, handover, ways)
             return
-        pipe = self.network.pipe(hand.source, hand.target, hand.running)
-        if hand.size_bytes <= 0 or pipe is None:
-            hand.piped_s = now_s + self.network.floor_s(hand.source, hand.target, None, hand.size_bytes)
-            if hand.computed_s < inf:
-                self._settle(now_s, hand)
+        pipe = self.network.pipe(handover.source, handover.target, handover.attempt)
+        if handover.size_bytes <= 0 or pipe is None:
+            handover.piped_s = now_s + self.network.floor_s(
+                handover.source, handover.target, None, handover.size_bytes
+            )
+            if handover.computed_s < inf:
+                self._schedule_arrival(now_s, handover)
             return
-        hand.pipe = pipe
-        attempt = hand.running
-        pipe.start(now_s, hand.key, hand.size_bytes, attempt.request.tenant, attempt.weight)
+        handover.pipe = pipe
+        attempt = handover.attempt
+        pipe.start(now_s, handover.key, handover.size_bytes, attempt.request.tenant, attempt.weight)
         self.schedule(pipe)
 
-    def _start_side_by_side(self, now_s: float, hand: SimHandover, ways: Ways) -> None:
-        """Layers go from the machine that has them to the one that needs them, over all their links at once."""
-        attempt = hand.running
+    def _start_over_several_pipes(self, now_s: float, handover: SimHandover, ways: Ways) -> None:
+        """Send each layer from the machine that has it to the one that needs it, over all pipes at once."""
+        attempt = handover.attempt
         parts = []
         for pipe, share in ways:
-            key = hand.key
-            if hand.pipe is None:
-                hand.pipe = pipe
+            key = handover.key
+            if handover.pipe is None:
+                handover.pipe = pipe
             else:
                 key = self._next_key
                 self._next_key += 1
-                self._open[key] = hand
+                self._open[key] = handover
                 parts.append((key, pipe))
-            pipe.start(now_s, key, hand.size_bytes * share, attempt.request.tenant, attempt.weight)
+            pipe.start(now_s, key, handover.size_bytes * share, attempt.request.tenant, attempt.weight)
             self.schedule(pipe)
-        hand.parts, hand.left = tuple(parts), len(ways)
+        handover.parts, handover.left = tuple(parts), len(ways)
 
-    def _settle(self, now_s: float, hand: SimHandover) -> None:
-        """Both computed and carried: when is the last byte there?"""
-        size_bytes, pipe = hand.size_bytes, hand.pipe
-        at_s = hand.piped_s
+    def _schedule_arrival(self, now_s: float, handover: SimHandover) -> None:
+        """Schedule the arrival of the last byte of a transfer that is computed and sent."""
+        size_bytes, pipe = handover.size_bytes, handover.pipe
+        at_s = handover.piped_s
         if size_bytes > 0:
-            floor_s = self.network.floor_s(hand.source, hand.target, pipe, size_bytes)
-            at_s = max(at_s, hand.started_s + floor_s)
-            if hand.started_s < hand.computed_s:
-                layers = hand.source.replica_model.layers
+            floor_s = self.network.floor_s(handover.source, handover.target, pipe, size_bytes)
+            at_s = max(at_s, handover.started_s + floor_s)
+            if handover.started_s < handover.computed_s:
+                layers = handover.source.replica_model.layers
                 layer_bytes = size_bytes / layers
                 share = 0.0
                 if pipe is not None and pipe.rate_bytes_per_s:
-                    attempt = hand.running
+                    attempt = handover.attempt
                     share = layer_bytes / pipe.share_bytes_per_s(1, attempt.request.tenant, attempt.weight)
-                computed_s = hand.computed_s - hand.began_s
+                computed_s = handover.computed_s - handover.began_s
                 tail_s = max(share, floor_s / layers)
-                at_s = max(at_s + computed_s / layers, hand.computed_s + tail_s)
+                at_s = max(at_s + computed_s / layers, handover.computed_s + tail_s)
             if pipe is not None:
                 at_s += pipe.alpha_s
-        self._events.push(max(at_s, now_s), HANDED, hand)
+        self._events.push(max(at_s, now_s), HANDED, handover)

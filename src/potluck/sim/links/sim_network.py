@@ -23,8 +23,8 @@ class SimNetwork:
     """All pipes of a run.
 
         same machine         the GPUs' interconnect: fast and not shared here
-        named machines  pipes of their own between each two, where the pool gives their bandwidth: each layer goes
-                             from the machine that has it to the one that needs it, all pipes side by side
+        named machines       a pipe between each two, where the pool gives their bandwidth: each layer goes from the
+                             machine that has it to the one that needs it, over all pipes at once
         same region          the network cards: the one of the two that has less to give each transfer now
         other region         the link; no faster than either card
 
@@ -72,19 +72,19 @@ class SimNetwork:
         return pipe is not None and pipe.rate_bytes_per_s > 0
 
     def obstacle(self, attempt: SimAttempt) -> tuple[FailureKind, str] | None:
-        """Why a route cannot be gone: a replica too small, or no link for its KV."""
+        """Why a route is impossible: a replica with too little memory, or no link for its KV."""
         output_tokens = attempt.request.max_output_tokens - attempt.before_tokens
-        sites, last = attempt.sites, len(attempt.sites) - 1
-        if attempt.prompt_tokens + output_tokens > sites[last].room_tokens:
-            return "memory", sites[last].id
+        replicas, last = attempt.replicas, len(attempt.replicas) - 1
+        if attempt.prompt_tokens + output_tokens > replicas[last].room_tokens:
+            return "memory", replicas[last].id
         for place in range(last):
-            source, target = sites[place].member.region, sites[place + 1].member.region
+            source, target = replicas[place].member.region, replicas[place + 1].member.region
             if source != target and not self.carries(source, target):
                 return "link", f"{source}->{target}"
         for place in range(last):
             stop = attempt.segments[place].stop
-            if stop is not None and stop > sites[place].room_tokens:
-                return "memory", sites[place].id
+            if stop is not None and stop > replicas[place].room_tokens:
+                return "memory", replicas[place].id
         return None
 
     def pipe(
@@ -110,7 +110,7 @@ class SimNetwork:
         pipe: SharedPipe | None,
         size_bytes: float,
     ) -> float:
-        """Seconds that a transfer takes at least, whatever its share of the pipe."""
+        """Least duration of a transfer, whatever its share of the pipe."""
         if pipe is None:
             first, second = source_replica.replica_model, target_replica.replica_model
             return size_bytes / min(first.inside_bytes_per_s, second.inside_bytes_per_s)
@@ -123,7 +123,7 @@ class SimNetwork:
     def ways(self, source_replica: SimReplica, target_replica: SimReplica) -> Ways:
         """(pipe, share of a request's KV) between the named machines of two replicas, the slowest first.
 
-        Empty where nothing is said of their links, and where all stays within machines.
+        Empty where the plan has no bandwidths of machines, and where all layers stay on their machines.
         """
         if not self.resolved.machine_gbps or source_replica.member.region != target_replica.member.region:
             return ()

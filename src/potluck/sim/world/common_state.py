@@ -1,7 +1,7 @@
 """What the parts of the simulated world share: event queue, replicas, links, ledger, reports.
 
-Replicas and links that something happened to report at the end of a period of `report_period_s`; what they say
-arrives `report_delay_s` later, unless a fault mutes them. Parts depend on each other in one direction only:
+Replicas and links whose state changed report at the end of a period of `report_period_s`; reports arrive
+`report_delay_s` later, unless a fault drops them. Parts depend on each other in one direction only:
 
     common state <- attempts <- fleet <- external events, sampler <- world
 """
@@ -24,6 +24,8 @@ from potluck.sim.world.sim_state import SimReplica
 
 
 class StatusReports:
+    """Collects status reports of replicas, caches and links and delivers them to the Brain."""
+
     def __init__(self, events: EventQueue, network: SimNetwork, settings: SimSettings) -> None:
         self._events = events
         self._network = network
@@ -33,7 +35,7 @@ class StatusReports:
         self._news: list[SimReplica] = []
         self._planned = False
         self._links: dict[tuple[str, str], tuple[float, float, float, bool]] = {}
-        """Link to (served bytes, rate, time, whether busy) at its last report."""
+        """Link to (served bytes, rate in bytes/s, time, whether busy) at its last report."""
         self.lost = 0
         """Reports that did not arrive."""
 
@@ -54,7 +56,7 @@ class StatusReports:
         events: list[Event] = []
         for replica in self._news:
             replica.touched = False
-            if not replica.there or replica.state == "starting":
+            if not replica.exists or replica.state == "starting":
                 continue
             status = replica.replica.status(at_s)
             cached = self._cached(replica)
@@ -69,7 +71,7 @@ class StatusReports:
             self._events.push(at_s + self.delay_s, DELIVER, events)
 
     def _cached(self, replica: SimReplica) -> list[CacheReported]:
-        """What changed in a cache; all of it as well when that was asked for."""
+        """Changes of a cache since its last report, and its whole content if the Brain requested that."""
         cache = replica.cache
         if cache is None or not (cache.changed or replica.recount):
             return []
@@ -80,7 +82,7 @@ class StatusReports:
         return cache_reporteds
 
     def _link_reports(self, at_s: float) -> list[Event]:
-        """Links that carry something, or ever did: a threshold that congestion raised returns with quiet reports."""
+        """Reports of links that carry or ever carried KV: reports of an idle link lower a raised length threshold."""
         events: list[Event] = []
         for ends, pipe in self._network.links.items():
             rate = pipe.rate_bytes_per_s
@@ -104,10 +106,12 @@ class StatusReports:
         self._events.push((floor(at_s / self._period_s) + 1) * self._period_s, COLLECT, None)
 
 
-Tell = Callable[[float, Event], None]  # Lets the Brain know what happened when, and does what it asks.
+Tell = Callable[[float, Event], None]  # Passes an event to the Brain and carries out the actions it returns.
 
 
 class CommonState:
+    """State that all parts of the simulated world read."""
+
     def __init__(self, replica_models: ReplicaModels, workload: Workload, settings: SimSettings) -> None:
         self.replica_models = replica_models
         self.workload = workload
@@ -115,8 +119,8 @@ class CommonState:
         plan = replica_models.resolved.plan
         replicas = sum(each.count * len(plan.template(each.template).replicas) for each in plan.deployments)
         self.events = EventQueue(slices_per_s(replicas, workload.rate_per_s or 0.0))
-        self.sites: dict[str, SimReplica] = {}
-        """Replicas that are there, by id."""
+        self.replicas: dict[str, SimReplica] = {}
+        """Replicas that have not ended, by id."""
         self.network = SimNetwork(replica_models.resolved)
         self.handovers = SimHandovers(self.events, self.network, settings.overlap)
         self.reports = StatusReports(self.events, self.network, settings)

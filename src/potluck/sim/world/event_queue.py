@@ -1,9 +1,8 @@
-"""What is due when. Ties go by the order in which they were put down, so that a run is the same every time.
+"""The event queue. Ties are ordered by insertion, so that a run is deterministic.
 
-Of a large fleet most entries are far from due, and a heap of them all does not fit a core's caches. So what is due
-within the present slice of time is in a heap, and the rest in unsorted lists, one for each later slice. Slices are
-halves of a second, quarters or eighths and so on: which one a time lies in is then found without rounding, and the
-order is that of one heap, to the last bit.
+A heap of all events of a large fleet would not fit a core's caches, and most events are far in the future. So events
+of the current time slice are in a heap, those of later slices in unsorted lists. The length of a slice is a power of
+two of a second: the slice of a time is then computed without rounding, and the order is exactly that of one heap.
 """
 
 from __future__ import annotations
@@ -27,16 +26,17 @@ SAMPLE: Final = 8
 PLAN: Final = 9
 CALL: Final = 10
 END: Final = 11
-"""Kinds: a replica's or a pipe's next happening, KV that has arrived, the Brain's clock, reports taken and delivered,
-a replica up, something from outside, a sample for plots, a plan, a plain call, the end of the run.
+"""Kinds of events: next event of a replica or a pipe, KV that has arrived, the Brain's tick, reports collected and
+delivered, a replica ready, a fault, a sample for plots, a plan, a plain call, the end of the run.
 """
 
 Entry = tuple[float, int, int, Any]
 
-FEW: Final = 64  # With fewer replicas everything is in the heap.
-TOGETHER: Final = 32
-SLOWEST_PER_S: Final = 1e-6  # With fewer requests a second than this there is nothing to gain.
-LATEST_S: Final = 2.0**40  # Later than this is one slice; some entries are never due.
+ONE_HEAP_MAX_REPLICAS: Final = 63  # Up to here all events are in one heap.
+EVENTS_PER_SLICE: Final = 32
+EVENTS_PER_REQUEST: Final = 3.0
+SLICED_MIN_REQUESTS_PER_S: Final = 1e-6  # Below this rate slices save nothing.
+LAST_SLICE_S: Final = 2.0**40  # All later times are one slice; some events have an infinite time.
 
 
 class EventQueue:
@@ -44,15 +44,15 @@ class EventQueue:
 
     def __init__(self, slices_per_s: float = 0.0) -> None:
         self.heap: list[Entry] = []
-        """The present slice; when it is empty, `turn` fills it with the next."""
+        """Events of the current slice; when it is empty, `turn` fills it with the next slice."""
         self.sequence = 0
         self._slices_per_s = slices_per_s
-        """A power of two; 0: all is one slice."""
+        """A power of two; 0: all events are in one slice."""
         self._until_s = 0.0 if slices_per_s else inf
-        """Where the present slice ends."""
+        """End of the current slice."""
         self._later: dict[int, list[Entry]] = {}
         self._order: list[int] = []
-        """A heap of the slices that have entries."""
+        """A heap of the numbers of later slices with events."""
 
     def push(self, at_s: float, kind: int, what: Any) -> None:
         self.sequence += 1
@@ -60,7 +60,7 @@ class EventQueue:
         if at_s < self._until_s:
             heappush(self.heap, entry)
             return
-        place = int(min(at_s, LATEST_S) * self._slices_per_s)
+        place = int(min(at_s, LAST_SLICE_S) * self._slices_per_s)
         later = self._later.get(place)
         if later is not None:
             later.append(entry)
@@ -69,14 +69,14 @@ class EventQueue:
             heappush(self._order, place)
 
     def turn(self) -> None:
-        """Go on to the next slice that has entries. There must be one."""
+        """Advance to the next slice that has events. There must be one."""
         place = heappop(self._order)
-        if self._slices_per_s:  # without slices only what is never due comes here
+        if self._slices_per_s:  # without slices only events of infinite time are here
             self._until_s = (place + 1) / self._slices_per_s
         self.heap += sorted(self._later.pop(place))
 
     def look(self, replica: SimReplica) -> None:
-        """Look at a replica when its next happening is due, unless an earlier look is there already."""
+        """Enqueue a replica's next wake-up, unless the queue has an earlier one of it."""
         due_s = replica.replica.wake_s
         if due_s < replica.due_s:
             replica.due_s = due_s
@@ -84,7 +84,7 @@ class EventQueue:
 
 
 def slices_per_s(replicas: int, requests_per_s: float) -> float:
-    """So that a slice has about TOGETHER entries, of the three or so that a request makes; 0 for few replicas."""
-    if replicas < FEW or not SLOWEST_PER_S < requests_per_s < inf:
+    """Slices per second for about EVENTS_PER_SLICE events in each; 0 for few replicas."""
+    if replicas <= ONE_HEAP_MAX_REPLICAS or not SLICED_MIN_REQUESTS_PER_S < requests_per_s < inf:
         return 0.0
-    return 2.0 ** frexp(3.0 * requests_per_s / TOGETHER)[1]
+    return 2.0 ** frexp(EVENTS_PER_REQUEST * requests_per_s / EVENTS_PER_SLICE)[1]

@@ -261,7 +261,7 @@ class ExternalEvents:
             self._take(at_s, region, node, count, notice_s, "no supply")
 
     def _replica(self, at_s: float, fault: Fault) -> None:
-        replica = self._site(fault)
+        replica = self._matching_replica(fault)
         if replica is None:
             self._note(at_s, f"no replica {fault.replica or 'is there'} to lose")
             return
@@ -314,7 +314,7 @@ class ExternalEvents:
             common.events.push(at_s + fault.duration_s, CALL, again)
 
     def _slow(self, at_s: float, fault: Fault) -> None:
-        replica = self._site(fault)
+        replica = self._matching_replica(fault)
         if replica is None:
             self._note(at_s, "no replica to slow down")
             return
@@ -326,22 +326,22 @@ class ExternalEvents:
             self._common.events.push(at_s + fault.duration_s, CALL, again)
 
     def _reports(self, at_s: float, fault: Fault) -> None:
-        sites = [
+        replicas = [
             replica
-            for replica in self._common.sites.values()
+            for replica in self._common.replicas.values()
             if fnmatchcase(replica.id, fault.replica or "*")
         ]
         if fault.pick is not None:
-            sites = [replica for replica in (self._site(fault),) if replica is not None]
-        for replica in sites:
+            replicas = [replica for replica in (self._matching_replica(fault),) if replica is not None]
+        for replica in replicas:
             replica.muted_until_s = max(replica.muted_until_s, at_s + fault.duration_s)
-        self._note(at_s, f"reports of {len(sites)} replicas are lost for {fault.duration_s:.3g} s")
+        self._note(at_s, f"reports of {len(replicas)} replicas are lost for {fault.duration_s:.3g} s")
 
     def _cancel(self, at_s: float, fault: Fault) -> None:
         self._attempts.cancel(at_s, fault.request)
 
     def _speed(self, at_s: float, replica: SimReplica, factor: float) -> None:
-        if replica.there:
+        if replica.exists:
             self._attempts.catch_up_if_due(at_s, replica)
             replica.replica.set_speed(at_s, factor)
             # Its next happening may be later than the agenda thinks, which costs one look too many, or earlier.
@@ -366,20 +366,20 @@ class ExternalEvents:
             machine
             for machine in self._fleet.machines.values()
             if (machine.region, machine.node) == (region, node)
-            and any(replica.state != "leaving" for replica in machine.sites)
+            and any(replica.state != "leaving" for replica in machine.replicas)
         ]
 
     def _lose_machine(self, at_s: float, machine: SimMachine, reason: str, notice_s: float) -> None:
-        if any(machine.name in replica.replica_model.names for replica in machine.sites):
+        if any(machine.name in replica.replica_model.names for replica in machine.replicas):
             self._fleet.gone.add(machine.name)
-        for replica in list(machine.sites):
+        for replica in list(machine.replicas):
             self._fleet.lose(at_s, replica, reason, notice_s)
 
-    def _site(self, fault: Fault) -> SimReplica | None:
-        sites = list(self._common.sites.values())
+    def _matching_replica(self, fault: Fault) -> SimReplica | None:
+        replicas = list(self._common.replicas.values())
         if fault.pick is not None:
-            return _picked([replica for replica in sites if replica.state != "starting"], fault.pick)
-        return next((replica for replica in sites if fnmatchcase(replica.id, fault.replica)), None)
+            return _picked([replica for replica in replicas if replica.state != "starting"], fault.pick)
+        return next((replica for replica in replicas if fnmatchcase(replica.id, fault.replica)), None)
 
     def _machine(self, fault: Fault) -> SimMachine | None:
         machines = list(self._fleet.machines.values())

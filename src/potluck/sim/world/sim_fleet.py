@@ -1,4 +1,4 @@
-"""Replicas and machines: they start, become ready, drain, flip, stop and are lost; machines are paid meanwhile."""
+"""The simulated fleet: starts, drains, flips, stops and loses replicas, and meters the rent of their machines."""
 
 from __future__ import annotations
 
@@ -35,26 +35,28 @@ if TYPE_CHECKING:
     from potluck.sim.sim_engine import SimEngine
 
 Make = Callable[["ReplicaModel", Role], "SimEngine"]
-STOPPED = 1e12  # Times as long that steps take where nothing is computed any more.
+STOPPED_SLOWDOWN = 1e12  # Factor on step times of a replica that has silently failed.
 
 
 class SimFleet:
+    """Carries out the Brain's actions on replicas."""
+
     def __init__(self, common: CommonState, attempts: SimAttempts, tell: Tell, make: Make) -> None:
         self._common = common
         self._attempts = attempts
         self._tell = tell
         self._make = make
         self.warm = False
-        """Whether what is started now is ready at once."""
-        self.all_sites: list[SimReplica] = []
+        """Whether replicas that start now are ready at once."""
+        self.all_replicas: list[SimReplica] = []
         self.machines: dict[str, SimMachine] = {}
-        """Those that are rented."""
+        """Rented machines, by name."""
         self.gone: set[str] = set()
-        """Machines with names of their own that were lost: there is no other in their place."""
+        """Lost machines of a pool: they have no replacement."""
 
     def start(self, at_s: float, action: StartReplica) -> SimReplica:
         replica_spec, common = action.member, self._common
-        if replica_spec.id in common.sites:
+        if replica_spec.id in common.replicas:
             raise InputError(f"replica {replica_spec.id}", "was started twice")
         model = common.replica_models.replica_models[replica_spec.template, replica_spec.index]
         machines = tuple(
@@ -64,16 +66,16 @@ class SimFleet:
             machines[0].card if len(machines) == 1 else common.network.card(replica_spec.id, model.card_gbps)
         )
         replica = SimReplica(
-            len(self.all_sites), replica_spec, model, self._make(model, replica_spec.role), machines, pipe
+            len(self.all_replicas), replica_spec, model, self._make(model, replica_spec.role), machines, pipe
         )
         if common.settings.caches and common.workload.blocks is not None:
             replica.cache = self._cache(replica_spec.model, common.workload.blocks.tokens)
         for machine in machines:
-            machine.sites.append(replica)
-        common.sites[replica_spec.id] = replica
+            machine.replicas.append(replica)
+        common.replicas[replica_spec.id] = replica
         common.costs.store(at_s, replica_spec.region, replica_spec.model, 1)
-        self.all_sites.append(replica)
-        replica.become(at_s, "starting")
+        self.all_replicas.append(replica)
+        replica.set_state(at_s, "starting")
         if any(machine.name in self.gone for machine in machines):
             common.events.push(at_s, CALL, lambda when_s: self.lose(when_s, replica, "its machine is gone"))
         elif self.warm:
@@ -84,7 +86,7 @@ class SimFleet:
 
     def ready(self, at_s: float, replica: SimReplica) -> None:
         if replica.state == "starting":
-            replica.become(at_s, "ready")
+            replica.set_state(at_s, "ready")
             for machine in replica.machines:
                 if not machine.served:
                     machine.served = True
@@ -92,37 +94,37 @@ class SimFleet:
             self._tell(at_s, ReplicaReady(replica.id))
 
     def drain(self, at_s: float, action: DrainReplica) -> None:
-        replica = self._common.sites.get(action.replica)
+        replica = self._common.replicas.get(action.replica)
         if replica is None or replica.state in ("leaving", "draining"):
             return
-        replica.become(at_s, "draining")
+        replica.set_state(at_s, "draining")
         if not replica.attempts:
             self._tell(at_s, ReplicaDrained(replica.id))
 
     def stop(self, at_s: float, action: StopReplica) -> None:
-        replica = self._common.sites.get(action.replica)
+        replica = self._common.replicas.get(action.replica)
         if replica is not None:
             self._end(at_s, replica, "stopped")
 
     def flip(self, at_s: float, action: FlipReplica) -> None:
-        replica = self._common.sites.get(action.replica)
+        replica = self._common.replicas.get(action.replica)
         if replica is not None:
             replica.role = action.role
-            replica.become(at_s, replica.state)
+            replica.set_state(at_s, replica.state)
 
     def reassign(self, at_s: float, action: Reassign) -> None:
-        replica = self._common.sites.get(action.member.id)
+        replica = self._common.replicas.get(action.member.id)
         if replica is not None:
             replica.member, replica.role = action.member, action.member.role
-            replica.become(at_s, replica.state)
+            replica.set_state(at_s, replica.state)
 
     def lose(self, at_s: float, replica: SimReplica, reason: str, notice_s: float = 0.0) -> None:
-        """A replica goes without being asked. With notice the Brain knows at once, and the machine goes later."""
-        if not replica.there:
+        """A replica is lost. With a notice period the Brain knows at once, and the machine ends after the period."""
+        if not replica.exists:
             return
         if notice_s > 0:
             if replica.state != "leaving":
-                replica.become(at_s, "leaving")
+                replica.set_state(at_s, "leaving")
                 again = partial(self.lose, replica=replica, reason=reason)
                 self._common.events.push(at_s + notice_s, CALL, again)
                 self._tell(at_s, ReplicaLost(replica.id, reason, notice_s))
@@ -133,17 +135,17 @@ class SimFleet:
             return
         known = replica.state == "leaving"
         self._attempts.catch_up_if_due(at_s, replica)
-        replica.become(at_s, "lost")
+        replica.set_state(at_s, "lost")
         if not known:
             self._tell(at_s, ReplicaLost(replica.id, reason))
         self._end(at_s, replica, "lost")
 
     def _fall_silent(self, at_s: float, replica: SimReplica, reason: str, heartbeat_s: float) -> None:
-        """It computes and says nothing any more; nobody knows until its heartbeat has been missing for so long."""
+        """The replica stops computing and reporting; the Brain learns of it after the heartbeat timeout."""
         replica.silent = True
         replica.muted_until_s = inf
         self._attempts.catch_up_if_due(at_s, replica)
-        replica.replica.set_speed(at_s, STOPPED)
+        replica.replica.set_speed(at_s, STOPPED_SLOWDOWN)
         self._attempts.touch(at_s, replica)
         self._common.events.push(at_s + heartbeat_s, CALL, lambda when_s: self.lose(when_s, replica, reason))
 
@@ -151,22 +153,22 @@ class SimFleet:
         common = self._common
         if state == "stopped":
             self._attempts.catch_up_if_due(at_s, replica)
-            replica.become(at_s, "stopped")
-        del common.sites[replica.id]
+            replica.set_state(at_s, "stopped")
+        del common.replicas[replica.id]
         common.costs.store(at_s, replica.member.region, replica.member.model, -1)
         replica.waiting.clear()
         for attempt in list(replica.attempts.values()):
             self._attempts.fail(at_s, attempt, "replica", replica.id)
         for machine in replica.machines:
-            machine.sites.remove(replica)
-            if not machine.sites:
+            machine.replicas.remove(replica)
+            if not machine.replicas:
                 del self.machines[machine.name]
                 common.costs.give_back(at_s, machine.region, machine.node, machine.served)
 
     def _machine(
         self, at_s: float, replica_spec: ReplicaSpec, model: ReplicaModel, number: int
     ) -> SimMachine:
-        # Machines that a plan names are those of a pool; of others as many can be had as there are.
+        # Machines that a plan names belong to a pool; other machines are interchangeable.
         node, place = model.places[number]
         name = model.names[number] if model.names else f"{replica_spec.unit}/{node}/{place}"
         machine = self.machines.get(name)
@@ -197,24 +199,24 @@ class PlanQuestion:
 Planner = Callable[[PlanQuestion], Plan | None]  # None when there is no plan, or none better.
 
 
-def running_of(plan: Plan, sites: Iterable[SimReplica]) -> Plan:
-    """A plan with the copies that are up or coming up whole; draining copies do not count."""
+def running_of(plan: Plan, sim_replicas: Iterable[SimReplica]) -> Plan:
+    """The plan with the whole copies that are starting or ready; draining copies do not count."""
     replicas = {template.name: len(template.replicas) for template in plan.repertoire}
     there = Counter(
         (replica.member.unit, replica.member.template, replica.member.region)
-        for replica in sites
+        for replica in sim_replicas
         if replica.state in ("starting", "ready")
     )
     whole = [key for key, count in there.items() if count >= replicas.get(key[1], inf)]
     return plan.holding(Counter((template, region) for _, template, region in whole))
 
 
-MOST_LOOKS = 40_000  # Looks at single replicas, so that plots of a large fleet do not cost more than its run.
-FEWEST = 20
+MAX_REPLICA_SAMPLES = 40_000  # Over all replicas, so that sampling costs less than the run itself.
+MIN_SAMPLES = 20
 
 
 class StateSampler:
-    """Rows of what was seen; replicas that came later have zeros before."""
+    """Samples replica and link states for plots; replicas that start later have zeros before."""
 
     def __init__(self, common: CommonState, fleet: SimFleet) -> None:
         self._common = common
@@ -227,17 +229,17 @@ class StateSampler:
         count = common.settings.samples
         if count <= 0 or not len(common.workload):
             return
-        replicas = max(1, len(common.sites))
-        count = max(min(count, MOST_LOOKS // replicas), min(count, FEWEST))
+        replicas = max(1, len(common.replicas))
+        count = max(min(count, MAX_REPLICA_SAMPLES // replicas), min(count, MIN_SAMPLES))
         self._every_s = common.workload.last_s / count or 1.0
         common.events.push(self._every_s, SAMPLE, None)
 
     def take(self, at_s: float, _: object) -> None:
         common = self._common
         rows = []
-        for sim_replica in self._fleet.all_sites:
+        for sim_replica in self._fleet.all_replicas:
             sim_engine = sim_replica.replica
-            if not sim_replica.there:
+            if not sim_replica.exists:
                 rows.append((0, 0, 0.0, sim_engine.busy_s(at_s)))
                 continue
             status = sim_engine.status(at_s)
@@ -250,7 +252,7 @@ class StateSampler:
     def samples(self) -> StateSamples | None:
         if not self._rows:
             return None
-        states = np.zeros((4, len(self._rows), len(self._fleet.all_sites)))
+        states = np.zeros((4, len(self._rows), len(self._fleet.all_replicas)))
         for place, (_, rows, _) in enumerate(self._rows):
             if rows:
                 states[:, place, : len(rows)] = np.array(rows).T

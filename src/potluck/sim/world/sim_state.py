@@ -1,4 +1,4 @@
-"""What the simulated world keeps of machines, replicas, requests under way and their KV on the move."""
+"""State of the simulated world: machines, replicas, attempts and KV transfers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ if TYPE_CHECKING:
     from potluck.sim.links.link import SharedPipe
     from potluck.sim.sim_engine import SimEngine
 
-SiteState = Literal["starting", "ready", "draining", "leaving", "stopped", "lost"]
-"""`leaving`: the Brain was told that it is lost, but its machine still has its notice to run."""
+SimReplicaState = Literal["starting", "ready", "draining", "leaving", "stopped", "lost"]
+"""`leaving`: the Brain knows that it is lost, but its machine runs until the notice period ends."""
 
 
 class SimMachine:
-    """A node of a copy, rented from the first replica's start on it until the last one's end."""
+    """A node of a copy, rented from the start of its first replica to the end of its last."""
 
     def __init__(self, name: str, node: str, region: str, pipe: SharedPipe) -> None:
         self.name = name
         self.node = node
         self.region = region
         self.card = pipe
-        self.sites: list[SimReplica] = []
-        """Those that are there."""
+        self.replicas: list[SimReplica] = []
+        """Replicas that have not ended."""
         self.served = False
         """Whether a replica was ever ready on it."""
 
 
 class SimReplica:
+    """A replica: its engine, its attempts, its prefix cache and its place in the event queue."""
+
     def __init__(
         self,
         index: int,
@@ -47,19 +49,19 @@ class SimReplica:
         machines: tuple[SimMachine, ...],
         pipe: SharedPipe,
     ) -> None:
-        # Those first that every event looks at: compiled code lays fields out in this order.
+        # Fields that every event reads come first: compiled code lays fields out in this order.
         self.due_s = inf
-        """The earliest time at which the agenda has this replica."""
+        """The earliest time at which the event queue has this replica."""
         self.replica = sim_engine
         self.serves = False
-        """Whether it takes requests: it is up, if only for a while."""
+        """Whether it accepts requests; true also while it drains or leaves."""
         self.touched = False
-        """Whether something happened here since it last reported."""
+        """Whether its status changed since its last report."""
         self.attempts: dict[int, SimAttempt] = {}
-        """Requests with a segment here that is not over."""
+        """Attempts with an unfinished segment here."""
         self.waiting: deque[SimHandover] = deque()
-        """Hand-overs that wait for room here."""
-        self.state: SiteState = "starting"
+        """Hand-overs that wait for free blocks here."""
+        self.state: SimReplicaState = "starting"
         self.index = index
         self.member = replica_spec
         self.replica_model = replica_model
@@ -68,30 +70,30 @@ class SimReplica:
         self.role: Role = replica_spec.role
         self.changes: list[tuple[float, str, str]] = []
         self.computing: deque[SimAttempt] = deque()
-        """Those of them whose segment here is to be handed on, in the order they came."""
+        """Attempts whose KV goes to another replica after their segment here, in order of submission."""
         self.aside_bytes = 0.0
-        """KV that was computed here and waits in the host's memory for its receiver's room."""
+        """Computed KV that waits in host memory for free blocks at its receiver."""
         self.cache: SpareCache | None = None
         self.announcer = CacheAnnouncer(replica_spec.id, index)
-        """Numbers what the cache reports. A replica that comes back is another site, with a higher index."""
+        """Numbers the cache reports. A restarted replica is another object with a higher index."""
         self.recount = False
-        """Whether all that the cache holds was asked for."""
+        """Whether the Brain has requested a report of the whole cache."""
         self.muted_until_s = 0.0
         self.silent = False
-        """It is gone, and nobody has noticed."""
+        """It has failed and its heartbeat timeout has not passed yet."""
         self.room_tokens = replica_model.total_blocks * BLOCK_TOKENS
-        """Tokens of KV that it holds at most."""
+        """KV capacity in tokens."""
 
     @property
     def id(self) -> str:
         return self.member.id
 
     @property
-    def there(self) -> bool:
+    def exists(self) -> bool:
         return self.state not in ("stopped", "lost")
 
     def hit(self, at_s: float, request: Request, stop: int) -> int:
-        """Tokens of a prefix that it holds; the last token is always computed."""
+        """Tokens of the prompt that are cached; the last token is always computed."""
         cache = self.cache
         if not cache:
             return 0
@@ -99,20 +101,20 @@ class SimReplica:
         return min(cache.match(request.blocks) * cache.block_tokens, stop - 1)
 
     def keep(self, at_s: float, blocks: tuple[int, ...]) -> None:
-        """The KV of a prompt's blocks is here: hold what fits beside running requests, whose room comes first."""
+        """Cache a prompt's blocks, as far as they fit beside running requests, which have priority."""
         cache = self.cache
         if cache is not None:
             cache.keep(blocks)
             cache.shrink(self.replica.free_blocks(at_s) * BLOCK_TOKENS)
 
-    def become(self, at_s: float, state: SiteState) -> None:
+    def set_state(self, at_s: float, state: SimReplicaState) -> None:
         self.state = state
         self.serves = state in ("ready", "draining", "leaving")
         self.changes.append((at_s, state, self.role))
 
 
 class SimAttempt:
-    """A request on its way along a route; a retry is a new journey."""
+    """One attempt of a request on a route; a retry is a new object."""
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class SimAttempt:
         prompt_tokens: int,
         before_tokens: int,
         segments: tuple[Segment, ...],
-        sites: tuple[SimReplica, ...],
+        replicas: tuple[SimReplica, ...],
         weight: float = 1.0,
         yields: bool = False,
     ) -> None:
@@ -131,46 +133,46 @@ class SimAttempt:
         self.attempt = attempt
         self.prompt_tokens = prompt_tokens
         self.before_tokens = before_tokens
-        """Tokens that reached the user in earlier attempts; they are part of the prompt now."""
+        """Tokens streamed to the user in earlier attempts; they are part of this attempt's prompt."""
         self.segments = segments
-        self.sites = sites
+        self.replicas = replicas
         self.weight = weight
         """Of its tenant."""
         self.yields = yields
         self.place = 0
-        """The segment under way."""
-        self.hand: SimHandover | None = None
-        """KV on its way from the segment under way to the next."""
+        """Index of the segment under way."""
+        self.handover: SimHandover | None = None
+        """The transfer of KV from the segment under way to the next."""
         self.codec: Codec = LOSSLESS
-        """In which KV came to the segment under way. What lost something is kept for nobody else."""
+        """Codec in which KV reached the segment under way; lossy KV is not cached for other requests."""
 
 
 class SimHandover:
-    """KV on its way between two segments. `links/handovers.py` has the life of one."""
+    """A transfer of KV between two segments; `links/handovers.py` describes its states."""
 
     def __init__(self, key: int, attempt: SimAttempt, size_bytes: float, codec: Codec) -> None:
         self.key = key
-        self.running = attempt
-        self.source = attempt.sites[attempt.place]
-        self.target = attempt.sites[attempt.place + 1]
+        self.attempt = attempt
+        self.source = attempt.replicas[attempt.place]
+        self.target = attempt.replicas[attempt.place + 1]
         self.size_bytes = size_bytes
         self.codec = codec
         self.pipe: SharedPipe | None = None
-        """The one that it takes, or of several the one that is to take longest."""
+        """The pipe it uses; of several, the one expected to take longest."""
         self.parts: tuple[tuple[int, SharedPipe], ...] = ()
-        """The others, with the keys of their parts, where layers lie on several machines."""
+        """The other pipes with the keys of their parts, where layers are on several machines."""
         self.left = 1
-        """Pipes that still carry some of it."""
+        """Number of pipes that have not finished their part."""
         self.began_s = inf
         """When the computation of its segment began."""
         self.computed_s = inf
         self.started_s = inf
-        """When its first byte could leave."""
+        """When its first byte could be sent."""
         self.piped_s = inf
-        """When the pipe had given it its bytes."""
+        """When the pipe had carried all its bytes."""
         self.waits_s = inf
-        """Since when it has waited for room."""
+        """Since when it has waited for free blocks."""
         self.reserved = False
         self.aside = False
-        """Whether it waits in its sender's host memory, and holds no blocks there."""
+        """Whether its KV waits in the sender's host memory and holds no GPU blocks there."""
         self.over = False

@@ -1,8 +1,8 @@
-"""The simulated world: it supplies the time, tells the Brain what happens and does what the Brain asks.
+"""The simulated world: passes events to the Brain at their times and carries out the actions it returns.
 
-Arrivals come from the workload in order; everything else is due in the event queue. A replica or a pipe is looked at
-only when something touches it or when its own next happening is due, so the cost grows with requests, not with
-tokens or replicas. `run` goes until every request has ended; `sim.run.check` compares the totals then.
+Arrivals come from the workload in order, all other events from the event queue. A replica or a pipe is advanced only
+when an event concerns it, so the cost grows with requests, not with tokens or replicas. `run` ends when every request
+has ended; `sim.run.check` then compares the totals.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from potluck.sim.world.event_queue import END, PLAN, REPLICA, TICK
 from potluck.sim.world.faults import ExternalEvents
 from potluck.sim.world.sim_fleet import Make, Planner, PlanQuestion, SimFleet, StateSampler, running_of
 
-FEED: Final = 4096
-SWEEP: Final = 16 * FEED  # Requests after which cycles are looked for, if there are any at all.
-PATIENCE_S: Final = 86400.0
-"""When no request has ended for so long although some are open, something is stuck."""
+REQUEST_CHUNK: Final = 4096  # Requests that are converted from the workload's columns at a time.
+REQUESTS_PER_COLLECTION: Final = 16 * REQUEST_CHUNK  # Requests between two runs of the garbage collector.
+STUCK_AFTER_S: Final = 86400.0
+"""Without the end of any open request for so long the run is aborted."""
 
 
 class SimWorld(CommonState):
@@ -52,7 +52,7 @@ class SimWorld(CommonState):
         self._on = mind.on
         self.planner = planner
         self.plan = replica_models.resolved.plan
-        """The newest."""
+        """The newest plan."""
         self.progress = progress
         self.now_s = 0.0
         self.replans = 0
@@ -61,34 +61,34 @@ class SimWorld(CommonState):
         self.external = ExternalEvents(self, self.attempts, self.fleet, self.tell)
         self.sampler = StateSampler(self, self.fleet)
         self.arrived = 0
-        """Requests that have come so far."""
-        self._news: deque[tuple[float, Event]] = deque()
+        """Number of requests that have arrived."""
+        self._pending_events: deque[tuple[float, Event]] = deque()
         self._acting = False
         self._handlers: dict[int, Callable[[float, Any], None]] = {
             due.PIPE: self.handovers.pipe_due,
-            due.HANDED: self.attempts.handed,
+            due.HANDED: self.attempts.handover_done,
             TICK: self._tick,
             due.COLLECT: self.reports.collect,
             due.DELIVER: self._deliver,
             due.READY: self.fleet.ready,
             due.FAULT: self.external.happen,
             due.SAMPLE: self.sampler.take,
-            PLAN: self._planned,
+            PLAN: self._adopt_plan,
             due.CALL: lambda at_s, what: what(at_s),
         }
-        self._doers: dict[type, Callable[[float, Any], None]] = {
+        self._action_handlers: dict[type, Callable[[float, Any], None]] = {
             actions.Run: self.attempts.run,
             actions.Refuse: self.attempts.refuse,
-            actions.Abort: self.attempts.abandon,
-            actions.QueryAttempt: self.attempts.inquire,
+            actions.Abort: self.attempts.abort,
+            actions.QueryAttempt: self.attempts.answer_query,
             actions.StartReplica: self._start,
             actions.DrainReplica: self.fleet.drain,
             actions.StopReplica: self.fleet.stop,
             actions.FlipReplica: self.fleet.flip,
             actions.Reassign: self.fleet.reassign,
-            actions.OperatorNote: lambda at_s, action: None,  # nobody reads along
+            actions.OperatorNote: lambda at_s, action: None,  # notes are for operators only
             actions.Replan: self._replan,
-            actions.ResyncCache: self._recount,
+            actions.ResyncCache: self._resync_cache,
         }
 
     def run(self) -> None:
@@ -101,12 +101,12 @@ class SimWorld(CommonState):
         heap, handlers, requests = self.events.heap, self._handlers, self.attempts.open
         replica_due, on, act = self.attempts.replica_due, self._on, self._act
         turn = self.events.turn
-        feed = self._feed()
-        request = next(feed, None)
+        arriving_requests = self._requests()
+        request = next(arriving_requests, None)
         arrival_s = inf if request is None else request.arrival_s
         while True:
             if not heap:
-                turn()  # the agenda is never empty: there is always a next tick
+                turn()  # the queue is never empty: it always has the next tick
             if heap[0][0] <= arrival_s:
                 at_s, _, kind, what = heappop(heap)
                 if kind == REPLICA:
@@ -122,43 +122,43 @@ class SimWorld(CommonState):
                 self.now_s = arrival_s
                 requests[self.arrived] = request
                 self.arrived += 1
-                asked = on(arrival_s, tuple.__new__(RequestArrived, (request,)))
-                if asked:
-                    act(arrival_s, asked)
-                request = next(feed, None)
+                brain_actions = on(arrival_s, tuple.__new__(RequestArrived, (request,)))
+                if brain_actions:
+                    act(arrival_s, brain_actions)
+                request = next(arriving_requests, None)
                 arrival_s = inf if request is None else request.arrival_s
 
     def tell(self, at_s: float, event: Event) -> None:
-        """Let the Brain know, and do what it asks. What happens on the way is told afterwards, in order."""
+        """Pass an event to the Brain and carry out its actions; events caused by these follow in order."""
         if self._acting:
-            self._news.append((at_s, event))
+            self._pending_events.append((at_s, event))
             return
-        asked = self._on(at_s, event)
-        if asked:
-            self._act(at_s, asked)
+        brain_actions = self._on(at_s, event)
+        if brain_actions:
+            self._act(at_s, brain_actions)
 
-    def _act(self, at_s: float, asked: list[actions.Action]) -> None:
+    def _act(self, at_s: float, brain_actions: list[actions.Action]) -> None:
         self._acting = True
-        doers, news = self._doers, self._news
-        for action in asked:
-            doers[type(action)](at_s, action)
-        while news:
-            at_s, event = news.popleft()
+        action_handlers, pending_events = self._action_handlers, self._pending_events
+        for action in brain_actions:
+            action_handlers[type(action)](at_s, action)
+        while pending_events:
+            at_s, event = pending_events.popleft()
             for action in self._on(at_s, event):
-                doers[type(action)](at_s, action)
+                action_handlers[type(action)](at_s, action)
         self._acting = False
 
-    def _feed(self) -> Iterator[Request]:
-        """All requests, in order. Their columns are turned into plain numbers many at a time."""
+    def _requests(self) -> Iterator[Request]:
+        """All requests in order of arrival, converted from the workload's columns in chunks."""
         workload = self.workload
         names = workload.models
         nothing: Iterable[tuple[int, ...]] = repeat(())
         everyone: tuple[
             Iterable[str], Iterable[str], Iterable[float | None], Iterable[bool], Iterable[bool]
         ] = (repeat(DEFAULT_TENANT), repeat(DEFAULT_CLASS), repeat(None), repeat(False), repeat(False))
-        for base in range(0, len(workload), FEED):
-            rows = slice(base, base + FEED)
-            if base and base % SWEEP == 0:
+        for base in range(0, len(workload), REQUEST_CHUNK):
+            rows = slice(base, base + REQUEST_CHUNK)
+            if base and base % REQUESTS_PER_COLLECTION == 0:
                 gc.collect(1)
             if self.progress is not None:
                 self.progress(base, len(workload))
@@ -166,17 +166,17 @@ class SimWorld(CommonState):
             tenants, classes, deadlines, exact, grammar = everyone
             if workload.labels is not None:
                 tenants, classes, deadlines, exact, grammar = workload.labels.rows(
-                    base, base + FEED, arrival_s
+                    base, base + REQUEST_CHUNK, arrival_s
                 )
             columns = (
-                map(str, range(base, base + FEED)),
+                map(str, range(base, base + REQUEST_CHUNK)),
                 [names[place] for place in workload.model[rows].tolist()],
                 arrival_s,
                 workload.prompt_tokens[rows].tolist(),
                 workload.output_tokens[rows].tolist(),
                 workload.priority[rows].tolist(),
                 deadlines,
-                nothing if workload.blocks is None else workload.blocks.rows(base, base + FEED),
+                nothing if workload.blocks is None else workload.blocks.rows(base, base + REQUEST_CHUNK),
                 tenants,
                 classes,
                 exact,
@@ -185,14 +185,14 @@ class SimWorld(CommonState):
             yield from Request.many(zip(*columns, strict=False))
 
     def _tick(self, at_s: float, _: object) -> None:
-        self.handovers.give_back(at_s)
-        for hand in self.handovers.stuck(at_s):
-            self.attempts.fail(at_s, hand.running, "memory", hand.target.id)
+        self.handovers.release_reservations(at_s)
+        for handover in self.handovers.stuck(at_s):
+            self.attempts.fail(at_s, handover.attempt, "memory", handover.target.id)
         self.tell(at_s, Tick())
         self.events.push(at_s + self.settings.tick_s, TICK, None)
         attempts = self.attempts
         last_s = max(attempts.ended_s, self.workload.last_s)
-        if self.arrived == len(self.workload) and at_s > PATIENCE_S + last_s:
+        if self.arrived == len(self.workload) and at_s > STUCK_AFTER_S + last_s:
             stuck = sorted(attempts.open)[:3]
             raise CapacityError(f"{len(attempts.open)} requests never end, such as {stuck}")
 
@@ -207,7 +207,7 @@ class SimWorld(CommonState):
         self.replans += 1
         if self.planner is None:
             return
-        running_plan = running_of(self.plan, self.sites.values())
+        running_plan = running_of(self.plan, self.replicas.values())
         plan_question = PlanQuestion(
             at_s, action.rates_per_s, self.external.regions(), running_plan, action.lengths
         )
@@ -215,13 +215,13 @@ class SimWorld(CommonState):
         if plan is not None:
             self.events.push(at_s + self.settings.planner_s, PLAN, plan)
 
-    def _planned(self, at_s: float, plan: Plan) -> None:
+    def _adopt_plan(self, at_s: float, plan: Plan) -> None:
         self.plan = plan
         self.replica_models.learn(plan)
         self.tell(at_s, PlanReceived(plan))
 
-    def _recount(self, at_s: float, action: actions.ResyncCache) -> None:
-        replica = self.sites.get(action.replica)
+    def _resync_cache(self, at_s: float, action: actions.ResyncCache) -> None:
+        replica = self.replicas.get(action.replica)
         if replica is not None:
             replica.recount = True
             if not replica.touched:
