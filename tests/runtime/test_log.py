@@ -190,7 +190,7 @@ def test_log_is_flushed_every_second_and_write_errors_do_not_stop_the_brain() ->
         ([], "log: is empty"),
         (["[]"], "line 1: is not the beginning"),
         (['{"format": "potluck.log", "version": 9}'], "version: is 9"),
-        (['{"format": "potluck.log", "version": 4}'], "line 1: lacks"),
+        (['{"format": "potluck.log", "version": 5}'], "line 1: lacks"),
         ([..., "x", "[1]"], "line 2: is not JSON"),
         ([..., "[1]"], "line 2: must be [time, event, actions]"),
         ([..., '[1, ["Nothing"], []]'], "line 2: has no known event"),

@@ -199,7 +199,7 @@ def _found(name: str) -> Any:
     return result
 
 
-FORMAT, VERSION = "potluck.log", 4
+FORMAT, VERSION = "potluck.log", 5
 FLUSH_S = 1.0  # A live log is this far behind at most: what a killed gateway loses of it.
 STATE_S = 900.0
 """A piece that begins so long after the last state has one: all else waits while it is written down."""
