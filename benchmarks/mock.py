@@ -56,7 +56,7 @@ def loop_step_ms(steps: int) -> float:
     size = RunnerSize(ROWS + 8, 20_000, 1 << 17)
     lasts = StepDurations(roofline(large_model, nodes.node_type(GPU), 1))
     executor = MockExecutor(config, size, WORDS, lasts, fingerprint="f")
-    loop = EngineLoop(executor, BatchLimits(size.blocks, 2048, ROWS), lambda events: None, awaits=False)
+    loop = EngineLoop(executor, BatchLimits(size.blocks, 2048, ROWS), lambda events: None, await_steps=False)
     for key in range(ROWS):
         loop.submit(Job(key, tuple(range(3, 203)), output_tokens=steps + 100), 0.0)
     for _ in range(50):

@@ -35,7 +35,7 @@ class LoopHarness:
         prefix_bytes: int = 0,
         lease_s: float = 60.0,
         executor: Executor | None = None,
-        awaits: bool = True,
+        await_steps: bool = True,
     ) -> None:
         size = RunnerSize(rows, blocks, max_tokens, 512)
         self.executor = executor or LocalExecutor(Runner(config, RandomSource(7), size), size)
@@ -43,7 +43,12 @@ class LoopHarness:
         self.prefixes = PrefixCache(config, prefix_bytes, self.executor.fingerprint)
         self.said: dict[int, list[Event]] = {}
         self.loop = EngineLoop(
-            self.executor, limits, self._hear, prefixes=self.prefixes, lease_s=lease_s, awaits=awaits
+            self.executor,
+            limits,
+            self._hear,
+            prefixes=self.prefixes,
+            lease_s=lease_s,
+            await_steps=await_steps,
         )
         self.now_s = 0.0
         self.have: dict[int, int] = {}

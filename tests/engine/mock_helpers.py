@@ -66,7 +66,13 @@ class MockLoopHarness(LoopHarness):
         self.spare = MockPrefixCache(made, KvSizes(model), most_blocks)
         limits = BatchLimits(blocks, max(budget, 18), 18, chunk)
         self.loop = EngineLoop(
-            made, limits, self._hear, prefixes=self.spare, lease_s=lease_s, awaits=False, join=made.join
+            made,
+            limits,
+            self._hear,
+            prefixes=self.spare,
+            lease_s=lease_s,
+            await_steps=False,
+            join_step=made.join,
         )
 
 

@@ -73,7 +73,7 @@ def test_tokens_do_not_depend_on_a_kv_transfer(kind: str, turns: int, cut: int) 
 
 
 def test_kv_copied_to_the_host_is_bounded_by_its_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loop, "MOST_HOST_BYTES", 1)
+    monkeypatch.setattr(engine_loop, "HOST_KV_MAX_BYTES", 1)
     engine = harness("full", rows=22)  # Two may hand on at once.
     keys = [engine.submit(prompt(40, place), stop=40) for place in range(5)]
     for key in keys:
@@ -272,7 +272,7 @@ def test_prefix_that_cannot_be_exported_is_not_kept() -> None:
     engine.run()
     engine.loop.attach(key, 0, engine.now_s)
     end = engine.end(key)
-    assert (end.reason, end.problem, end.again) == ("error", "no memory to read it out", True)
+    assert (end.reason, end.problem, end.may_retry) == ("error", "no memory to read it out", True)
     engine.loop.check()
 
 
@@ -288,7 +288,7 @@ def test_missing_worker_for_incoming_kv_fails_only_that_request() -> None:
     engine.executor.open = none  # type: ignore[method-assign]
     assert engine.loop.expect(key, manifest(engine, key, prompt(40), 30)) is None
     engine.turn()
-    assert engine.end(key).again
+    assert engine.end(key).may_retry
     engine.executor.open = opened  # type: ignore[method-assign]
     engine.run()
     assert engine.end(begun).reason == "length"

@@ -530,12 +530,12 @@ def test_unfetched_cache_leaves_its_row_only_when_another_request_waits() -> Non
 
 def test_host_copies_of_unfetched_caches_are_bounded() -> None:
     sender, receiver = harnesses_of(2)
-    sender.loop.host_kv.most_bytes = 1
+    sender.loop.host_kv.max_bytes = 1
     hops = [TransferLeg(sender, receiver, prompt(100, seed=place)) for place in range(9)]
     sender.run()
     gone = host_copied_legs(sender, hops)
     assert len(gone) == 1  # the bound is asked before the next one
-    sender.loop.host_kv.taken(gone[0].source)
+    sender.loop.host_kv.take(gone[0].source)
     sender.run()
     assert len(host_copied_legs(sender, hops)) == 2
 

@@ -60,7 +60,7 @@ class Late(LocalExecutor):
 
 
 def late(kind: str, **fields: float) -> LoopHarness:
-    return LoopHarness(KINDS[kind], executor=Late(kind), awaits=False, **fields)  # type: ignore[arg-type]
+    return LoopHarness(KINDS[kind], executor=Late(kind), await_steps=False, **fields)  # type: ignore[arg-type]
 
 
 ASKS = [(length, output) for length in (1, 30, 77, 150) for output in (1, 9, 20)]

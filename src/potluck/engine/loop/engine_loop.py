@@ -1,17 +1,17 @@
-"""The engine's loop: schedule, run, tell. One object, called from one thread, that owns executor and Batcher.
+"""The engine's loop: schedule, run, publish. One object, called from one thread, that owns executor and Batcher.
 
-    turn     let hand-overs in; ask the Batcher for a step; compute it; commit it; say what happened
-    submit, cancel                              what may be asked between two turns (`loop_thread.py` brings it here)
-    attach                                      of a sender: the receiver is there
-    expect, accept, arrived                     of a receiver, in this order
+    turn                       admit hand-overs; take a step from the Batcher; compute it; commit it; publish events
+    submit, cancel             calls between two turns (`loop_thread.py` queues them)
+    attach                     on the sender of a hand-over: its receiver has connected
+    expect, accept, arrived    on the receiver, in this order
 
-The Batcher decides by numbers of tokens, and believes that a prompt is computed as it scheduled it. What is really
-computed is what the row lacks: a prefix that was found in the cache makes a chunk smaller or empty, never larger.
+The Batcher schedules by numbers of tokens, as if a prompt were computed exactly as scheduled. What is computed is
+what the row lacks: a cached prefix makes a chunk smaller or empty, never larger.
 
-A hand-over takes a row beside the Batcher's slots, from when it may begin until its blocks are free (sender) or it
-runs (receiver), so that there is always a row for what the Batcher lets in. Half of these rows are for those that
-receive, half for the others: receivers wait for senders, perhaps in a ring of engines, and must not keep them out.
-Nor must a cache whose receiver has not come: when somebody waits for its row or blocks it is read out to host memory.
+A hand-over takes a row beside the Batcher's slots, from its admission until its blocks are free (sender) or it runs
+(receiver), so that there is always a row for what the Batcher admits. Half of these rows are for receivers and half
+for senders: receivers wait for senders, perhaps in a ring of engines, and must not block them. A computed cache whose
+receiver has not connected is read out to host memory when other requests wait for its row or blocks.
 """
 
 from __future__ import annotations
@@ -55,72 +55,72 @@ from potluck.kv.codec_layout import Codec
 
 
 class HandoverGate:
-    """Hand-overs of one kind: who waits for a row or for blocks, and who has a row set apart."""
+    """Hand-overs of one kind: those that wait for a row or blocks, and those that have a row reserved."""
 
     def __init__(self, places: int) -> None:
         self._places = places
         self.waiting: deque[int] = deque()
-        self.inside: set[int] = set()
+        self.admitted: set[int] = set()
 
-    def next(self) -> list[int]:
-        free = self._places - len(self.inside)
+    def admissible(self) -> list[int]:
+        free = self._places - len(self.admitted)
         return [self.waiting[place] for place in range(min(free, len(self.waiting)))]
 
-    def enter(self, key: int) -> None:
+    def admit(self, key: int) -> None:
         self.waiting.remove(key)
-        self.inside.add(key)
+        self.admitted.add(key)
 
-    def leave(self, key: int) -> None:
-        self.inside.discard(key)
+    def remove(self, key: int) -> None:
+        self.admitted.discard(key)
         if key in self.waiting:
             self.waiting.remove(key)
 
     @property
     def empty(self) -> bool:
-        return not self.waiting and not self.inside
+        return not self.waiting and not self.admitted
 
 
-MOST_HOST_BYTES = 1 << 29
-"""Of caches read out of a GPU: no more prompts are begun to be handed on meanwhile. Memory that a GPU copies to is
-slow to get and quick to use again."""
+HOST_KV_MAX_BYTES = 1 << 29
+"""Of caches read out of a GPU; above it no prompt to be handed over is begun. Pinned memory is slow to allocate and
+quick to reuse."""
 FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
-"""What may go wrong inside an executor: the requests at hand fail, the engine lives on."""
-Tell = Callable[[list[tuple[int, Event]]], None]
+"""Errors of an executor that end the requests concerned, not the engine."""
+EventSink = Callable[[list[tuple[int, Event]]], None]
 
 
 class HostKvStore:
-    """Caches that were read out of their rows before anybody came for them, because somebody else waited for a row.
+    """Caches that were read out to host memory before their receiver connected, to free rows for other requests.
 
-    In a ring of engines that hand on to each other all would wait otherwise. By the job's key; changed by the loop,
-    and by whoever sees a hand-over end.
+    Engines that hand over to each other in a ring would deadlock otherwise. By the job's key; changed by the loop and
+    where a hand-over ends.
     """
 
-    def __init__(self, most_bytes: int = SEND_QUEUE_BYTES) -> None:
-        self.most_bytes = most_bytes
-        self._found: dict[int, tuple[KvManifest, int]] = {}
+    def __init__(self, max_bytes: int = SEND_QUEUE_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._caches: dict[int, tuple[KvManifest, int]] = {}
         self._held_bytes = 0
 
     @property
     def full(self) -> bool:
-        """Asked before a cache is read: one may go beyond."""
-        return self._held_bytes >= self.most_bytes
+        """Checked before a cache is read out, so one cache may exceed the limit."""
+        return self._held_bytes >= self.max_bytes
 
     def put(self, key: int, manifest: KvManifest, size_bytes: int) -> None:
-        self._found[key] = manifest, size_bytes
+        self._caches[key] = manifest, size_bytes
         self._held_bytes += size_bytes
 
-    def taken(self, key: int) -> KvManifest | None:
-        """Its receiver came, or never will; what it is, if it is here."""
-        manifest, size_bytes = self._found.pop(key, (None, 0))
+    def take(self, key: int) -> KvManifest | None:
+        """Remove a cache, whose receiver connected or will not come; its manifest, or None if it is not held."""
+        manifest, size_bytes = self._caches.pop(key, (None, 0))
         self._held_bytes -= size_bytes
         return manifest
 
 
 def problem_of(error: Exception) -> tuple[str, bool, str]:
-    """What the end of a request says of an error: a line, whether to ask again, and a code."""
-    again = isinstance(error, CapacityError)
+    """An error as the end of a request reports it: one line, whether a retry may succeed, and a code."""
+    may_retry = isinstance(error, CapacityError)
     code = UNSUPPORTED if isinstance(error, UnfitFormat) else ""
-    return (str(error).splitlines() or [type(error).__name__])[0], again, code
+    return (str(error).splitlines() or [type(error).__name__])[0], may_retry, code
 
 
 class EngineLoop:
@@ -128,16 +128,16 @@ class EngineLoop:
         self,
         executor: Executor,
         limits: BatchLimits,
-        tell: Tell,
+        publish: EventSink,
         *,
         prefixes: PrefixCache | None = None,
         lease_s: float = 60.0,
-        weigh: Callable[[KvChunk], int] = data_bytes,
-        awaits: bool = True,
-        join: Callable[[CacheExport], bool] | None = None,
+        chunk_bytes: Callable[[KvChunk], int] = data_bytes,
+        await_steps: bool = True,
+        join_step: Callable[[CacheExport], bool] | None = None,
     ) -> None:
-        """`weigh`: what chunks count as. Without `awaits` a step is left under way, and the next turn lands it
-        (`TimerLoop`). `join`: caches can be let out with it even then."""
+        """`chunk_bytes`: the size that a chunk counts as. Without `await_steps` a step stays under way after its
+        turn, and the next turn awaits it (`TimerLoop`); `join_step` then adds a cache to what the step exports."""
         size = executor.size
         if limits.total_blocks > size.blocks:
             raise InputError("blocks", f"{limits.total_blocks} are more than the executor's")
@@ -148,33 +148,34 @@ class EngineLoop:
         chunk = min(limits.chunk_tokens or limits.token_budget, size.max_chunk_tokens)
         self.batcher = Batcher(replace(limits, chunk_tokens=chunk))
         self._step: RunningStep | None = None
-        self._tell, self._weigh, self._join = tell, weigh, join
-        self._awaits, self._ahead = awaits and not executor.ordered, awaits and executor.ordered
+        self._publish, self._chunk_bytes, self._join_step = publish, chunk_bytes, join_step
+        self._awaits_steps = await_steps and not executor.ordered
+        self._begins_ahead = await_steps and executor.ordered
         self.prefixes = prefixes or PrefixCache(executor.config, 0)
         self._rows = CacheRows(executor, self.prefixes, chunk, self.counters)
         self._lease_s, self._now_s = lease_s, 0.0
-        self._runs: dict[int, RunningJob] = {}
+        self._running_jobs: dict[int, RunningJob] = {}
         self._senders, self._receivers = HandoverGate(spare - spare // 2), HandoverGate(spare // 2)
-        self._kept: dict[int, float] = {}
-        """Caches that are computed and whose receivers have not come, and until when they are kept."""
+        self._unclaimed_until_s: dict[int, float] = {}
+        """Computed caches whose receivers have not connected: by key, when their lease ends."""
         self.host_kv = HostKvStore()
-        self._leaving: list[RunningJob] = []
-        """Caches that are read out behind the step that is under way."""
+        self._exported_after_step: list[RunningJob] = []
+        """Jobs whose caches are read out after the step under way."""
         self.host_bytes: dict[int, int] = {}
-        """Of caches that were read out of a GPU for a receiver that is there, until they are with it."""
-        self._most_host_bytes = MOST_HOST_BYTES if executor.ordered else None
-        self._said: list[tuple[int, Event]] = []
+        """Caches read out of a GPU for a connected receiver, until they are delivered: bytes by key."""
+        self._host_kv_max_bytes = HOST_KV_MAX_BYTES if executor.ordered else None
+        self._pending_events: list[tuple[int, Event]] = []
 
-    # What is asked between turns.
+    # Calls between turns.
 
     def submit(self, job: Job, now_s: float) -> int:
-        """Take a job, or raise why not; from then on it ends in exactly one `JobEnded`. Tokens of a cache that is to
-        come which are here already: they are put aside until it comes."""
+        """Accept a job or raise an error; an accepted job ends in exactly one `JobEnded`. Returns how many tokens of
+        the cache that it is to receive are in the prefix cache here; these are kept until the rest arrives."""
         self._now_s = now_s
         job.must_fit(self.executor.config.model.vocab, self.most_tokens)
-        if job.key in self._runs:
+        if job.key in self._running_jobs:
             raise InputError("request", f"{job.key} is already here")
-        self._runs[job.key] = running_job = RunningJob(job, now_s)
+        self._running_jobs[job.key] = running_job = RunningJob(job, now_s)
         self.counters.accepted += 1
         if job.received:
             running_job.found = self._rows.find(
@@ -189,82 +190,82 @@ class EngineLoop:
 
     def cancel(self, key: int, now_s: float, problem: str = "", *, reason: str = "") -> None:
         self._now_s = now_s
-        if key in self._runs:
+        if key in self._running_jobs:
             self._end(key, reason or ("error" if problem else "cancelled"), problem)
             self.flush()
 
     def attach(self, key: int, have: int, now_s: float, codec: Codec = "raw") -> KvManifest:
-        """The receiver of what `key` hands on is there and has `have` tokens: its cache goes out when computed, and
-        may be made small before."""
+        """The receiver of job `key` has connected and holds `have` tokens: the cache is sent as it is computed, under
+        `codec`."""
         self._now_s = now_s
-        if (read := self.host_kv.taken(key)) is not None:
-            return read
-        job = self._runs.get(key)
-        if job is None or not job.job.hands_on or job.fetched_from is not None:
+        if (manifest := self.host_kv.take(key)) is not None:
+            return manifest
+        running_job = self._running_jobs.get(key)
+        if running_job is None or not running_job.job.hands_on or running_job.fetched_from is not None:
             raise InputError("handle", "is unknown, has expired, or was used")
-        if not 0 <= have < job.job.whole:
-            raise InputError("have", f"must be 0 to {job.job.whole - 1}, is {have}")
-        job.fetched_from, job.codec = have, codec
+        if not 0 <= have < running_job.job.whole:
+            raise InputError("have", f"must be 0 to {running_job.job.whole - 1}, is {have}")
+        running_job.fetched_from, running_job.codec = have, codec
         self.host_bytes[key] = 0
-        row, whole = job.row, job.job.whole
+        row, whole = running_job.row, running_job.job.whole
         in_row = row is not None and self.executor.held(row) >= whole
-        if in_row and row is not None and self._ahead and self._step is not None:
+        if in_row and row is not None and self._begins_ahead and self._step is not None:
             # Behind the step that is under way, before the next one: it goes when that step has landed.
-            job.outgoing = self.executor.exports(row, have, whole, codec)
-            self._leaving += [job] if job.computed else []
-            self._kept.pop(key, None)
-        elif job.computed:
-            self._send_kept(job)
-        elif self._join is not None and (running := self._step_of(job)) is not None:
-            running.let_out(job, self._join)
-        return self._about(job, have)
+            running_job.outgoing = self.executor.exports(row, have, whole, codec)
+            self._exported_after_step += [running_job] if running_job.computed else []
+            self._unclaimed_until_s.pop(key, None)
+        elif running_job.computed:
+            self._send_cache(running_job)
+        elif self._join_step is not None and (running_step := self._step_of(running_job)) is not None:
+            running_step.join_receiver(running_job, self._join_step)
+        return self._manifest(running_job, have)
 
     def delivered(self, key: int) -> None:
-        """What was handed on is with its receiver, or never will be."""
+        """The hand-over has ended: its receiver has the cache, or will not get it."""
         self.host_bytes.pop(key, None)
 
-    def _about(self, job: RunningJob, have: int) -> KvManifest:
-        whole = job.job.whole
-        return KvManifest(self.executor.fingerprint, have, whole, token_hash(job.job.prompt[:whole]))
+    def _manifest(self, running_job: RunningJob, have: int) -> KvManifest:
+        whole = running_job.job.whole
+        return KvManifest(self.executor.fingerprint, have, whole, token_hash(running_job.job.prompt[:whole]))
 
     def expect(self, key: int, manifest: KvManifest) -> IncomingCache | None:
-        """The cache is coming in: what takes it. None: no row or no blocks are free for it; `RowReady` says when they
-        are, even during a step, and then it is asked again."""
-        job = self._here(key)
-        if job.incoming is not None or manifest.stop != job.job.received:
+        """A cache is about to arrive: the object that accepts its chunks. None if no row or blocks are free; call
+        again after the event `RowReady`."""
+        running_job = self._running_job(key)
+        if running_job.incoming is not None or manifest.stop != running_job.job.received:
             raise InputError(
-                "hand-over", f"is of {manifest.stop}, not {job.job.received}, tokens, or unasked for"
+                "hand-over", f"is of {manifest.stop}, not {running_job.job.received}, tokens, or unasked for"
             )
-        if job.row is None:
+        if running_job.row is None:
             if key not in self._receivers.waiting:
                 self._receivers.waiting.append(key)
-            self._let_in()
-        if job.row is not None:
-            job.incoming = self.executor.arrival(job.row, manifest, job.job.prompt)
-        return job.incoming
+            self._admit_handovers()
+        if running_job.row is not None:
+            running_job.incoming = self.executor.arrival(running_job.row, manifest, running_job.job.prompt)
+        return running_job.incoming
 
     def accept(self, key: int, chunk: KvChunk, *, lossy: bool = False) -> None:
-        self._incoming(key).accept(chunk)
-        self.accepted(key, self._weigh(chunk), lossy=lossy)
+        self._incoming_cache(key).accept(chunk)
+        self.accepted(key, self._chunk_bytes(chunk), lossy=lossy)
 
     def accepted(self, key: int, size_bytes: int, *, lossy: bool = False) -> None:
-        """By what `expect` returned, in the thread that received it."""
-        self._here(key).exact &= not lossy
+        """Count a chunk that what `expect` returned has accepted, in the thread that received it."""
+        self._running_job(key).exact &= not lossy
         self.counters.received_bytes += size_bytes
 
     def arrived(self, key: int) -> None:
-        self._incoming(key).finish()
-        running_job = self._here(key)
+        self._incoming_cache(key).finish()
+        running_job = self._running_job(key)
         running_job.incoming, job = None, running_job.job
         self.batcher.add(key, job.whole - job.received, job.received, job.output_tokens, *job.standing)
 
-    def _here(self, key: int) -> RunningJob:
-        if (job := self._runs.get(key)) is None:
+    def _running_job(self, key: int) -> RunningJob:
+        if (running_job := self._running_jobs.get(key)) is None:
             raise InputError("hand-over", "the request has ended")
-        return job
+        return running_job
 
-    def _incoming(self, key: int) -> IncomingCache:
-        if (incoming := self._here(key).incoming) is None:
+    def _incoming_cache(self, key: int) -> IncomingCache:
+        if (incoming := self._running_job(key).incoming) is None:
             raise InputError("hand-over", "nothing is expected")
         return incoming
 
@@ -273,8 +274,8 @@ class EngineLoop:
     def turn(self, now_s: float, clock: Callable[[], float] | None = None) -> bool:
         """Advance by one step; False when there was none to advance."""
         self._now_s = now_s
-        self._expire()
-        self._let_in()
+        self._end_expired()
+        self._admit_handovers()
         busy = self._advance(clock)
         self.flush()
         return busy
@@ -282,42 +283,42 @@ class EngineLoop:
     def _advance(self, clock: Callable[[], float] | None) -> bool:
         """Await the step under way, and begin the next, which is awaited, too, if `_awaits`. Whether there was any.
 
-        Ahead, the next is begun first: it follows from numbers of tokens, and tokens that are not known yet stay with
-        the executor. Who turns out to have ended is in it for nothing."""
+        If `_begins_ahead`, the next step is begun first: it follows from numbers of tokens, and tokens not known yet
+        stay with the executor. What it computes for a job that turns out to have ended is discarded."""
         last = self._step
-        late = last if self._ahead else None
-        if late is not None:
-            self._commit(late)
+        previous = last if self._begins_ahead else None
+        if previous is not None:
+            self._commit_step(previous)
         elif last is not None:
-            self._land(last, clock)
-        step = self.batcher.next_step()
-        if late and (step.preempted or any(job.edits is not None for job in late.runs.values())):
-            self._land(late, clock)
-            late = None
-        for key in step.preempted:
-            if key in self._runs:
-                self._rows.close(self._runs[key])
+            self._finish_step(last, clock)
+        batch_step = self.batcher.next_step()
+        if previous and (batch_step.preempted or previous.edits_logits):
+            self._finish_step(previous, clock)
+            previous = None
+        for key in batch_step.preempted:
+            if key in self._running_jobs:
+                self._rows.close(self._running_jobs[key])
             self.counters.preemptions += 1
-        self._step = running = self._plan(step)
-        self._begin(running)
-        if late is not None:
-            self._land(late, clock)
-            running.began_s = self._now_s
-        if self._awaits or not running.works:
-            self._land(running, clock)
-        return last is not None or bool(step.chunks or step.decodes)
+        self._step = running_step = self._plan_step(batch_step)
+        self._begin_step(running_step)
+        if previous is not None:
+            self._finish_step(previous, clock)
+            running_step.began_s = self._now_s
+        if self._awaits_steps or not running_step.works:
+            self._finish_step(running_step, clock)
+        return last is not None or bool(batch_step.chunks or batch_step.decodes)
 
     def flush(self) -> None:
-        if self._said:
-            text, self._said = self._said, []
-            self._tell(text)
+        if self._pending_events:
+            events, self._pending_events = self._pending_events, []
+            self._publish(events)
 
     def next_expiry_s(self) -> float | None:
-        """When a lease ends, if nothing else happens before."""
-        return min(self._kept.values(), default=None)
+        """When the next lease ends; None without one."""
+        return min(self._unclaimed_until_s.values(), default=None)
 
     def check(self) -> None:
-        """When idle every block, row and hand-over place is free; AssertionError if not."""
+        """Raise AssertionError if, when idle, a block, row or hand-over place is not free."""
         if not self.idle:
             return
         self.executor.check()
@@ -339,7 +340,7 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        return not self._runs and self._step is None
+        return not self._running_jobs and self._step is None
 
     @property
     def has_step_under_way(self) -> bool:
@@ -351,236 +352,247 @@ class EngineLoop:
 
     # Inside a turn.
 
-    def _let_in(self) -> None:
-        self._open_gates()
+    def _admit_handovers(self) -> None:
+        self._fill_handover_places()
         short = self.batcher.queued and self.batcher.blocked
-        if self._kept and (self._senders.waiting or self._receivers.waiting or short):
-            for key in list(self._kept):
+        if self._unclaimed_until_s and (self._senders.waiting or self._receivers.waiting or short):
+            for key in list(self._unclaimed_until_s):
                 if not self.host_kv.full:
-                    self._put_aside(self._runs[key])
-            self._open_gates()
+                    self._move_to_host(self._running_jobs[key])
+            self._fill_handover_places()
         self.flush()
 
-    def _put_aside(self, job: RunningJob) -> None:
-        """Its receiver is to find it outside of the row, from the first token on."""
-        before, job.fetched_from = self.counters.sent_bytes, 0
-        if self._send_kept(job):
-            self.host_kv.put(job.job.key, self._about(job, 0), self.counters.sent_bytes - before)
+    def _move_to_host(self, running_job: RunningJob) -> None:
+        """Read a computed cache out to host memory, from its first token on, where its receiver will find it."""
+        before, running_job.fetched_from = self.counters.sent_bytes, 0
+        if self._send_cache(running_job):
+            self.host_kv.put(
+                running_job.key, self._manifest(running_job, 0), self.counters.sent_bytes - before
+            )
 
-    def _open_gates(self) -> None:
-        crowded = self._most_host_bytes is not None and sum(self.host_bytes.values()) >= self._most_host_bytes
-        for key in () if crowded else self._senders.next():
-            job = self._runs[key].job
+    def _fill_handover_places(self) -> None:
+        crowded = (
+            self._host_kv_max_bytes is not None and sum(self.host_bytes.values()) >= self._host_kv_max_bytes
+        )
+        for key in () if crowded else self._senders.admissible():
+            job = self._running_jobs[key].job
             self.batcher.add(key, job.whole, 0, 0, *job.standing)
-            self._senders.enter(key)
-        for key in self._receivers.next():
-            running_job = self._runs[key]
+            self._senders.admit(key)
+        for key in self._receivers.admissible():
+            running_job = self._running_jobs[key]
             if not self.batcher.reserve(key, running_job.job.whole):
                 break
             try:
                 self._rows.begin(running_job, running_job.job.received - 1)
             except FAILURES as error:
-                self._lose([key], error)
+                self._end_with_error([key], error)
                 continue
-            self._said.append((key, RowReady()))
-            self._receivers.enter(key)
+            self._pending_events.append((key, RowReady()))
+            self._receivers.admit(key)
 
-    def _plan(self, step: BatchStep) -> RunningStep:
+    def _plan_step(self, batch_step: BatchStep) -> RunningStep:
         decoding = self.batcher.decoding
-        goals = [(key, len((job := self._runs[key]).tokens) + job.drawing) for key in decoding.keys()]  # noqa: SIM118
-        goals += [(key, before + tokens) for key, tokens, before in step.chunks if key in self._runs]
-        running = RunningStep(step, self._now_s, [], [], [])
-        for key, goal in goals:
-            job = self._runs[key]
+        jobs = self._running_jobs
+        target_lengths = [(key, jobs[key].known_tokens) for key in decoding.keys()]  # noqa: SIM118
+        target_lengths += [(key, before + tokens) for key, tokens, before in batch_step.chunks if key in jobs]
+        running_step = RunningStep(batch_step, self._now_s, [], [], [])
+        for key, target_tokens in target_lengths:
+            running_job = jobs[key]
             try:
-                row, start = self._ready(job, goal)
-                draw = job.draw(goal) if start < goal else None
+                row, start = self._prepare_row(running_job, target_tokens)
+                draw = running_job.draw(target_tokens) if start < target_tokens else None
             except FAILURES as error:
-                self._lose([key], error)
+                self._end_with_error([key], error)
                 continue
-            if start >= goal:
+            if start >= target_tokens:
                 continue
-            tokens = [last_drawn(row)] if job.drawing else job.tokens[start:goal]
-            running.works.append(SequenceWork(row, start, tokens, "none" if draw is None else "last"))
-            running.runs[row] = job
-            if job.job.hands_on:
-                running.exports += job.leaving(row, goal)
+            tokens = [last_drawn(row)] if running_job.drawing else running_job.tokens[start:target_tokens]
+            running_step.works.append(SequenceWork(row, start, tokens, "none" if draw is None else "last"))
+            running_step.jobs[row] = running_job
+            if running_job.job.hands_on:
+                running_step.exports += running_job.leaving(row, target_tokens)
             if draw is not None:
-                running.draws.append(draw)
-                job.drawing += 1
-        return running
+                running_step.draws.append(draw)
+                running_job.drawing += 1
+        return running_step
 
-    def _ready(self, job: RunningJob, goal: int) -> tuple[int, int]:
-        row = self._rows.begin(job, job.whole - 1) if job.row is None else job.row
-        if job.times.began_s is None:
-            job.times = replace(job.times, began_s=self._now_s)
-            if not job.job.hands_on:
-                self._receivers.leave(job.job.key)
+    def _prepare_row(self, running_job: RunningJob, target_tokens: int) -> tuple[int, int]:
+        row = (
+            self._rows.begin(running_job, running_job.whole - 1)
+            if running_job.row is None
+            else running_job.row
+        )
+        if running_job.times.began_s is None:
+            running_job.times = replace(running_job.times, began_s=self._now_s)
+            if not running_job.job.hands_on:
+                self._receivers.remove(running_job.key)
         start = self.executor.held(row)
-        if start + 1 < goal:
-            start = self._rows.catch_up(job, row, goal)
-        if start < goal:
-            self.executor.grow(row, goal, since=start)
+        if start + 1 < target_tokens:
+            start = self._rows.catch_up(running_job, row, target_tokens)
+        if start < target_tokens:
+            self.executor.grow(row, target_tokens, since=start)
         return row, start
 
-    def _begin(self, running: RunningStep) -> None:
+    def _begin_step(self, running_step: RunningStep) -> None:
         """Put a step under way; if that fails, its jobs end and it has no works any more."""
-        if not running.works:
+        if not running_step.works:
             return
         try:
-            deliver = partial(self._deliver, running)
-            step = StepInputs(running.works, running.draws, running.exports, deliver)
-            running.land = self.executor.begin(step)
+            deliver = partial(self._deliver, running_step)
+            step = StepInputs(running_step.works, running_step.draws, running_step.exports, deliver)
+            running_step.land = self.executor.begin(step)
         except FAILURES as error:
-            self._fail(running, error)
+            self._fail_step(running_step, error)
 
-    def _landed(self, running: RunningStep) -> list[tuple[RunningJob, SampledToken]]:
+    def _await_tokens(self, running_step: RunningStep) -> list[tuple[RunningJob, SampledToken]]:
         """Wait for a step: its jobs with the tokens drawn for them; none when it fails, which ends its jobs."""
-        if not running.works:
+        if not running_step.works:
             return []
-        assert running.land is not None
+        assert running_step.land is not None
         try:
-            drawn = zip(running.drawn, running.land(), strict=True)
-            return [(running.runs[row], sampled_token) for row, sampled_token in drawn]
+            drawn = zip(running_step.drawn, running_step.land(), strict=True)
+            return [(running_step.jobs[row], sampled_token) for row, sampled_token in drawn]
         except FAILURES as error:
-            self._fail(running, error)
+            self._fail_step(running_step, error)
             return []
 
-    def _fail(self, running: RunningStep, error: Exception) -> None:
-        self._lose([job.job.key for job in running.runs.values()], error)
-        running.works, running.draws, running.exports = [], [], []
+    def _fail_step(self, running_step: RunningStep, error: Exception) -> None:
+        self._end_with_error([running_job.key for running_job in running_step.jobs.values()], error)
+        running_step.works, running_step.draws, running_step.exports = [], [], []
 
-    def _commit(self, running: RunningStep) -> None:
+    def _commit_step(self, running_step: RunningStep) -> None:
         """Count a step as done, which in numbers of tokens it is once it is begun, and close rows that have all."""
-        running.result = self.batcher.commit(running.step)
-        for what, key in running.result:
-            if what in (FIRST, FINISHED) and (job := self._runs.get(key)) is not None:
-                self._keep(job)
-                if what == FINISHED:
-                    self._rows.close(job)
+        running_step.result = self.batcher.commit(running_step.batch_step)
+        for happening, key in running_step.result:
+            if happening in (FIRST, FINISHED) and (running_job := self._running_jobs.get(key)) is not None:
+                self._keep_prefix(running_job)
+                if happening == FINISHED:
+                    self._rows.close(running_job)
 
-    def _land(self, running: RunningStep, clock: Callable[[], float] | None) -> None:
-        size, count = running.tokens, len(running.works)
-        choices = self._landed(running)
+    def _finish_step(self, running_step: RunningStep, clock: Callable[[], float] | None) -> None:
+        size, count = running_step.tokens, len(running_step.works)
+        drawn_tokens = self._await_tokens(running_step)
         self._now_s = self._now_s if clock is None else clock()
-        if self._step is running:
+        if self._step is running_step:
             self._step = None
-        if running.result is None:
-            self._commit(running)
-        for job in running.left:
-            self.batcher.cancel(job.job.key)
-            self._rows.close(job)
-        for job, sampled_token in choices:
-            if self._runs.get(job.job.key) is job:
-                self._drew(job, sampled_token)
-        for what, key in running.result or ():
-            if what == FINISHED and key in self._runs:
+        if running_step.result is None:
+            self._commit_step(running_step)
+        for running_job in running_step.left:
+            self.batcher.cancel(running_job.key)
+            self._rows.close(running_job)
+        for running_job, sampled_token in drawn_tokens:
+            if self._running_jobs.get(running_job.key) is running_job:
+                self._record_token(running_job, sampled_token)
+        for happening, key in running_step.result or ():
+            if happening == FINISHED and key in self._running_jobs:
                 self._end(key, "length")
-            elif what == DONE and key in self._runs:
-                self._done(self._runs[key], running)
-        leaving, self._leaving = self._leaving, []
-        for job in leaving:
-            if self._runs.get(job.job.key) is job:
-                self._send_kept(job)
+            elif happening == DONE and key in self._running_jobs:
+                self._segment_computed(self._running_jobs[key], running_step)
+        exported_jobs, self._exported_after_step = self._exported_after_step, []
+        for running_job in exported_jobs:
+            if self._running_jobs.get(running_job.key) is running_job:
+                self._send_cache(running_job)
         if count:
-            self.counters.step(size, count, self._now_s - running.began_s)
+            self.counters.step(size, count, self._now_s - running_step.began_s)
 
-    def _lose(self, keys: list[int], error: Exception) -> None:
-        keys = [key for key in keys if key in self._runs]
+    def _end_with_error(self, keys: list[int], error: Exception) -> None:
+        keys = [key for key in keys if key in self._running_jobs]
         self.counters.failures += len(keys)
-        line, again, code = problem_of(error)
+        line, may_retry, code = problem_of(error)
         for key in keys:
-            self._end(key, "error", line, again=again, code=code)
+            self._end(key, "error", line, may_retry=may_retry, code=code)
 
-    def _deliver(self, running: RunningStep, row: int, chunks: tuple[KvChunk, ...]) -> None:
-        """The row may be somebody else's by now."""
-        if (job := running.runs.get(row)) is not None:
-            self._send(job, chunks)
+    def _deliver(self, running_step: RunningStep, row: int, chunks: tuple[KvChunk, ...]) -> None:
+        """Send chunks of a row; the row may be another job's by now, whose chunks these are not."""
+        if (running_job := running_step.jobs.get(row)) is not None:
+            self._send(running_job, chunks)
 
-    def _send(self, job: RunningJob, chunks: tuple[KvChunk, ...]) -> None:
-        size_bytes = sum(map(self._weigh, chunks))
+    def _send(self, running_job: RunningJob, chunks: tuple[KvChunk, ...]) -> None:
+        size_bytes = sum(map(self._chunk_bytes, chunks))
         self.counters.sent_bytes += size_bytes
-        if job.job.key in self.host_bytes:
-            self.host_bytes[job.job.key] += size_bytes
-        if self._runs.get(job.job.key) is job:
-            end = (self.executor.config.model.layer_count - 1, job.whole)
+        if running_job.key in self.host_bytes:
+            self.host_bytes[running_job.key] += size_bytes
+        if self._running_jobs.get(running_job.key) is running_job:
+            end = (self.executor.config.model.layer_count - 1, running_job.whole)
             last = (chunks[-1].layer, chunks[-1].stop) == end
-            self._said.append((job.job.key, LayerSent(chunks, last, job.exact)))
+            self._pending_events.append((running_job.key, LayerSent(chunks, last, running_job.exact)))
             self.flush()
 
-    def _drew(self, job: RunningJob, sampled_token: SampledToken) -> None:
-        gap_s = None if job.last_s is None else self._now_s - job.last_s
+    def _record_token(self, running_job: RunningJob, sampled_token: SampledToken) -> None:
+        gap_s = None if running_job.last_s is None else self._now_s - running_job.last_s
         if gap_s is None:
-            job.times = replace(job.times, first_s=self._now_s)
-            self.counters.prompt_tokens += len(job.job.prompt)
-        job.last_s = self._now_s
-        job.drew(sampled_token.token)
+            running_job.times = replace(running_job.times, first_s=self._now_s)
+            self.counters.prompt_tokens += len(running_job.job.prompt)
+        running_job.last_s = self._now_s
+        running_job.drew(sampled_token.token)
         self.counters.output_tokens += 1
-        self._said.append((job.job.key, OutputToken(sampled_token, gap_s)))
-        if sampled_token.token in job.job.ends:
-            self._end(job.job.key, "stop")
+        self._pending_events.append((running_job.key, OutputToken(sampled_token, gap_s)))
+        if sampled_token.token in running_job.job.ends:
+            self._end(running_job.key, "stop")
 
-    def _done(self, job: RunningJob, running: RunningStep) -> None:
-        job.computed = True
-        self.counters.prompt_tokens += job.job.whole - job.job.received
-        self._keep(job)
-        self._said.append((job.job.key, JobComputed(job.times)))
-        if job.fetched_from is None:
-            self._kept[job.job.key] = self._now_s + self._lease_s
-        elif any(export.row == job.row for export in running.exports):
-            self._end(job.job.key, "handed_on")
+    def _segment_computed(self, running_job: RunningJob, running_step: RunningStep) -> None:
+        running_job.computed = True
+        self.counters.prompt_tokens += running_job.job.whole - running_job.job.received
+        self._keep_prefix(running_job)
+        self._pending_events.append((running_job.key, JobComputed(running_job.times)))
+        if running_job.fetched_from is None:
+            self._unclaimed_until_s[running_job.key] = self._now_s + self._lease_s
+        elif any(export.row == running_job.row for export in running_step.exports):
+            self._end(running_job.key, "handed_on")
         else:  # the receiver came while the step was under way
-            self._send_kept(job)
+            self._send_cache(running_job)
 
-    def _send_kept(self, job: RunningJob) -> bool:
-        """What was computed before its receiver came goes out; whether it could be read."""
-        assert job.row is not None and job.fetched_from is not None  # noqa: PT018
+    def _send_cache(self, running_job: RunningJob) -> bool:
+        """Send a cache that was computed before its receiver connected; False if it could not be read out."""
+        assert running_job.row is not None and running_job.fetched_from is not None  # noqa: PT018
         try:
-            outgoing = job.outgoing or self.executor.exports(
-                job.row, job.fetched_from, job.job.whole, job.codec
+            outgoing = running_job.outgoing or self.executor.exports(
+                running_job.row, running_job.fetched_from, running_job.job.whole, running_job.codec
             )
             for chunks in outgoing:
-                self._send(job, chunks)
-            self._end(job.job.key, "handed_on")
+                self._send(running_job, chunks)
+            self._end(running_job.key, "handed_on")
         except FAILURES as error:
-            self._lose([job.job.key], error)
+            self._end_with_error([running_job.key], error)
             return False
         finally:
             self.flush()
         return True
 
-    def _keep(self, job: RunningJob) -> None:
+    def _keep_prefix(self, running_job: RunningJob) -> None:
         """Keep what the job's row holds for the prefix cache; a failure to read it out is only counted."""
         try:
-            self._rows.keep(job)
+            self._rows.keep(running_job)
         except FAILURES:
             self.counters.failures += 1
 
-    def _step_of(self, job: RunningJob) -> RunningStep | None:
-        """The step under way, where the job is in it."""
-        step = self._step
-        if step is None or job.row is None or step.runs.get(job.row) is not job or not step.works:
+    def _step_of(self, running_job: RunningJob) -> RunningStep | None:
+        """The step under way, if the job is in it."""
+        step, row = self._step, running_job.row
+        if step is None or row is None or not step.works or step.jobs.get(row) is not running_job:
             return None
         return step
 
-    def _expire(self) -> None:
-        for key, until_s in list(self._kept.items()):
+    def _end_expired(self) -> None:
+        for key, until_s in list(self._unclaimed_until_s.items()):
             if until_s <= self._now_s:
-                self._end(key, "error", "nobody fetched the cache within its lease", code=NOT_FETCHED)
+                self._end(key, "error", "the cache was not fetched within its lease", code=NOT_FETCHED)
 
-    def _end(self, key: int, reason: str, problem: str = "", *, again: bool = False, code: str = "") -> None:
-        job = self._runs.pop(key)
-        self._kept.pop(key, None)
-        self._senders.leave(key)
-        self._receivers.leave(key)
-        running = None if self._ahead else self._step_of(job)
-        if running is not None:
-            running.left.append(job)
+    def _end(
+        self, key: int, reason: str, problem: str = "", *, may_retry: bool = False, code: str = ""
+    ) -> None:
+        running_job = self._running_jobs.pop(key)
+        self._unclaimed_until_s.pop(key, None)
+        self._senders.remove(key)
+        self._receivers.remove(key)
+        running_step = None if self._begins_ahead else self._step_of(running_job)
+        if running_step is not None:
+            running_step.left.append(running_job)
         else:
             if reason == "stop":
-                self._keep(job)
-            self._rows.close(job)
+                self._keep_prefix(running_job)
+            self._rows.close(running_job)
             self.batcher.cancel(key)
         self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
-        times = replace(job.times, last_s=job.last_s)
-        self._said.append((key, JobEnded(reason, times, problem, again, code)))
+        times = replace(running_job.times, last_s=running_job.last_s)
+        self._pending_events.append((key, JobEnded(reason, times, problem, may_retry, code)))

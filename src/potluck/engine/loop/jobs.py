@@ -103,7 +103,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobTimes:
-    """When what happened to a request, by the loop's clock."""
+    """When a request arrived, began and got its tokens, by the loop's clock."""
 
     came_s: float
     began_s: float | None = None
@@ -122,7 +122,7 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True)
 class RowReady:
-    """A row and blocks are set apart for a cache that is coming in."""
+    """A row and blocks are reserved for a cache that is to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class LayerSent:
     chunks: tuple[KvChunk, ...]
     last: bool
     exact: bool = True
-    """Whether nothing in them came through a codec that loses something."""
+    """Whether none of them went through a lossy codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,12 @@ class JobComputed:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """The last thing said about a request. `reason`: stop, length, handed_on, cancelled or error."""
+    """The last event of a request. `reason`: stop, length, handed_on, cancelled or error."""
 
     reason: str
     times: JobTimes
     problem: str = ""
-    again: bool = False
+    may_retry: bool = False
     """It ended for want of room: a retry, here or elsewhere, may succeed."""
     code: str = ""
     """A word for the problem, where others can act on it."""
@@ -159,15 +159,15 @@ Event = OutputToken | RowReady | LayerSent | JobComputed | JobEnded
 
 
 class RunningJob:
-    """A job while it is here. Written by the loop and by `CacheRows`."""
+    """A job from its submission to its end. Changed by the loop and by `CacheRows`."""
 
     # fmt: off
     __slots__ = ("codec", "computed", "drawing", "edits", "exact", "fetched_from", "found", "incoming", "job",
-                 "last_s", "outgoing", "row", "sent", "times", "tokens")
+                 "key", "last_s", "outgoing", "row", "sent", "times", "tokens")
     # fmt: on
 
     def __init__(self, job: Job, now_s: float) -> None:
-        self.job = job
+        self.job, self.key = job, job.key
         self.tokens = list(job.prompt)
         sampling = job.sampling
         self.edits = (
@@ -187,19 +187,24 @@ class RunningJob:
         self.codec: Codec = "raw"
         """How its receiver takes what it hands on, where that can be made on the way."""
         self.fetched_from: int | None = None
-        """The receiver is there and has so many tokens already."""
+        """Tokens that the receiver holds already, once it has connected."""
         self.outgoing: Iterable[tuple[KvChunk, ...]] | None = None  # Being read out for it, layer by layer.
         self.sent = 0
         """Tokens whose KV went out with the steps that computed them."""
         self.computed = False
         self.exact = True
-        """Nothing in it came through a codec that loses something; else it must not become a prefix of others."""
+        """Whether none of its KV went through a lossy codec; else other requests must not use it as a prefix."""
 
-    def draw(self, goal: int) -> TokenDraw | None:
-        """How the token behind a step up to `goal` is drawn; None where that one draws none."""
-        if goal != len(self.tokens) + self.drawing or self.job.hands_on:
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of prompt and output, with those that steps under way draw."""
+        return len(self.tokens) + self.drawing
+
+    def draw(self, target_tokens: int) -> TokenDraw | None:
+        """How the token behind a step up to `target_tokens` is drawn; None where that one draws none."""
+        if target_tokens != self.known_tokens or self.job.hands_on:
             return None
-        return TokenDraw(self.job.sampling, goal, None if self.edits is None else self.edits.next())
+        return TokenDraw(self.job.sampling, target_tokens, None if self.edits is None else self.edits.next())
 
     def drew(self, token: int) -> None:
         self.tokens.append(token)
@@ -207,18 +212,18 @@ class RunningJob:
         if self.edits is not None:
             self.edits.drew((token,))
 
-    def leaving(self, row: int, goal: int) -> list[CacheExport]:
-        """What goes to the receiver, if it is there, with a step that computes up to `goal`."""
+    def leaving(self, row: int, target_tokens: int) -> list[CacheExport]:
+        """What goes to the receiver, if it is there, with a step that computes up to `target_tokens`."""
         since = self.fetched_from
-        if not self.job.hands_on or since is None or since >= goal:
+        if not self.job.hands_on or since is None or since >= target_tokens:
             return []
-        start, self.sent = max(since, self.sent), goal
-        return [CacheExport(row, start, goal, (since, self.whole), self.codec)]
+        start, self.sent = max(since, self.sent), target_tokens
+        return [CacheExport(row, start, target_tokens, (since, self.whole), self.codec)]
 
     @property
     def whole(self) -> int:
         """Tokens that the row holds before the next output token, or before handing on."""
-        return self.job.whole if self.job.hands_on else len(self.tokens) + self.drawing
+        return self.job.whole if self.job.hands_on else self.known_tokens
 
 
 class CacheRows:
@@ -267,13 +272,13 @@ class CacheRows:
 
         self._prefixes.keep(job.tokens, self._executor.held(row), read, job.job.salt)
 
-    def catch_up(self, job: RunningJob, row: int, goal: int) -> int:
+    def catch_up(self, job: RunningJob, row: int, target_tokens: int) -> int:
         """Compute what must come in steps of its own: what is too long for one (a prefix was lost since it was
         counted on), and the part of a prompt that ends where layers with a state can be resumed. Where it ends."""
         start = self._executor.held(row)
-        stops = set(range(start + self._chunk, goal, self._chunk))
+        stops = set(range(start + self._chunk, target_tokens, self._chunk))
         last_block = (len(job.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        keeps = self._prefixes.exact and self._prefixes.enabled and start < last_block < goal
+        keeps = self._prefixes.exact and self._prefixes.enabled and start < last_block < target_tokens
         if keeps:
             stops.add(last_block)
         for stop in sorted(stops):

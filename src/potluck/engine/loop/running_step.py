@@ -1,4 +1,4 @@
-"""A step under way: what it computes, for which jobs, and what becomes of it."""
+"""A step under way: what it computes, for which jobs, and what is exported with it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ from potluck.engine.loop.jobs import RunningJob
 class RunningStep:
     """A step under way. Changed by the loop alone."""
 
-    step: BatchStep
+    batch_step: BatchStep
     began_s: float
     works: list[SequenceWork]
     draws: list[TokenDraw]
     exports: list[CacheExport]
-    runs: dict[int, RunningJob] = field(default_factory=dict)
-    """By row: a row may be another's by the time that the step lands."""
+    jobs: dict[int, RunningJob] = field(default_factory=dict)
+    """By row, as of the step's begin: the row may be another job's by its end."""
     result: list[Happening] | None = None
-    """What the Batcher says of it, once it is committed."""
+    """The Batcher's happenings, once the step is committed."""
     land: Callable[[], list[SampledToken]] | None = None
     left: list[RunningJob] = field(default_factory=list)
-    """Those that ended meanwhile; their rows are closed when it lands."""
+    """Jobs that ended during the step; their rows are closed at its end."""
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether some job edits logits by the tokens drawn before, which must be known first."""
+        return any(running_job.edits is not None for running_job in self.jobs.values())
 
     @property
     def tokens(self) -> int:
@@ -36,11 +41,12 @@ class RunningStep:
     def drawn(self) -> list[int]:
         return [work.row for work in self.works if work.logits == "last"]
 
-    def let_out(self, job: RunningJob, join: Callable[[CacheExport], bool]) -> None:
-        """The receiver of a job came while its step is under way."""
-        work = next(work for work in self.works if work.row == job.row)
-        sent, leaving = job.sent, job.leaving(work.row, work.start + len(work.tokens))
-        if all(map(join, leaving)):
-            self.exports += leaving
+    def join_receiver(self, running_job: RunningJob, join_step: Callable[[CacheExport], bool]) -> None:
+        """Export a job's cache with this step, which was under way when the job's receiver connected."""
+        work = next(work for work in self.works if work.row == running_job.row)
+        sent_tokens = running_job.sent
+        exports = running_job.leaving(work.row, work.start + len(work.tokens))
+        if all(map(join_step, exports)):
+            self.exports += exports
         else:
-            job.sent = sent
+            running_job.sent = sent_tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 
 PIECE_BYTES = 16 << 20
 """Layers go over together up to that size: few launches, and the wire has something early."""
-PIECES = 32  # For each way: as much as may wait to be taken (`MOST_HOST_BYTES`).
+PIECES = 32  # For each way: as much as may wait to be taken (`HOST_KV_MAX_BYTES`).
 
 
 class PinnedPool:

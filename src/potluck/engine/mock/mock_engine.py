@@ -259,9 +259,9 @@ def mock_engine(
         channels.tell,
         prefixes=MockPrefixCache(executor, sizes, most_blocks),
         lease_s=limits.lease_s,
-        weigh=kv_transfer.kv_bytes,
-        awaits=False,
-        join=executor.join,
+        chunk_bytes=kv_transfer.kv_bytes,
+        await_steps=False,
+        join_step=executor.join,
     )
     kv = replace(kv or KvSettings(), most_connections=1, shared_memory=False)
     driver = TimerLoop(loop, executor, clock)

@@ -225,7 +225,7 @@ def ended(job_ended: JobEnded) -> http.HttpRefusal:
     if job_ended.code == UNSUPPORTED:
         return http.HttpRefusal(400, job_ended.problem, job_ended.code, "response_format")
     why = f"the request could not be completed ({job_ended.problem or job_ended.reason})"
-    return http.HttpRefusal(503, why, "try_again") if job_ended.again else http.HttpRefusal(500, why)
+    return http.HttpRefusal(503, why, "try_again") if job_ended.may_retry else http.HttpRefusal(500, why)
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, object]]:

@@ -248,7 +248,7 @@ class KvConnector:
     def withdraw(self, handle: str, channel: RequestChannel) -> None:
         """The request has ended here: what was read out still goes, and nobody new may attach."""
         transfer = self._outgoing.pop(handle)
-        self._driver.ask(lambda loop, _: loop.host_kv.taken(channel.key))
+        self._driver.ask(lambda loop, _: loop.host_kv.take(channel.key))
         if channel.ended is None or channel.ended.problem:
             transfer.fail(channel.ended.problem if channel.ended else "the request was cancelled")
         self.sender.withdraw(handle)

@@ -167,7 +167,7 @@ def _code(job_ended: JobEnded, channel: RequestChannel) -> str | None:
     """A word for what went wrong, the same as in the errors that have a status; None where there is none."""
     if isinstance(channel.failure, HttpRefusal):
         return channel.failure.code
-    return job_ended.code or ("try_again" if job_ended.again else None)
+    return job_ended.code or ("try_again" if job_ended.may_retry else None)
 
 
 # The sender.
