@@ -103,11 +103,10 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         final_settings = replace(settings, start_plans=(*settings.start_plans, *known_plans))
         outcome = _with_best_bound(solve_over(factory, final_settings, "auto", templates), outcome)
     best_outcome = max([outcome, *single_outcomes], key=lambda candidate: plan_rank(problem, candidate))
-    best_outcome = (
-        outcome
-        if best_outcome is outcome or not _is_better(problem, best_outcome, outcome)
-        else _with_best_bound(best_outcome, outcome)
-    )
+    if best_outcome is not outcome and _is_better(problem, best_outcome, outcome):
+        best_outcome = _with_best_bound(best_outcome, outcome)
+    else:
+        best_outcome = outcome
     return replace(
         best_outcome,
         alternatives=tuple(other.plan for other in (outcome, *single_outcomes) if other is not best_outcome),
