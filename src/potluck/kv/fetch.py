@@ -1,10 +1,10 @@
-"""Fetch a cache: attach to a handle over several connections, and hand each chunk to a sink as it is complete.
+"""Fetch KV: attach to a handle over several connections and pass each complete chunk to a sink.
 
-Each connection has a thread, which receives pieces straight into their places; the caller's thread runs the sink, one
-chunk at a time, while the next are under way. A connection that fails is replaced, and costs the pieces that were on
-it. The fetch fails at once when no connection is left, when the sender says that it cannot go on, when it has said
-nothing on any connection for too long, when the sink raises, or when its time is over; then nothing of it is left
-behind. That a connection can be made says nothing: the kernel does that for a process that stands still.
+Each connection has a thread that receives pieces into the buffers of their chunks; the caller's thread runs the sink,
+one chunk at a time, while further chunks arrive. A failed connection is replaced; only its unfinished pieces are sent
+again. The fetch fails when no connection is left, the sender reports a problem or is silent on all connections for
+too long, the sink raises, or the deadline passes; then all its resources are freed. A successful connect proves
+nothing: the kernel accepts connections for a stopped process.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ from potluck.kv.peer_connections import PeerConnections
 
 REFUSED = "hand-over: the handle is unknown, has expired, was used, or is for another request"
 
-ACK_EVERY = 2  # Pieces; fewer when no more are there to be read.
+PIECES_PER_ACK = 2  # At most; fewer when no more pieces can be read at once.
 
 
 class StaleConnection(TransferError):
-    """A connection kept from before was dead: nobody's fault, and no reason to give up."""
+    """A pooled connection was dead; the fetch retries over a new one."""
 
 
 class FinalError(Exception):
-    """Another connection would not help."""
+    """An error that another connection would not avoid."""
 
     def __init__(self, error: PotluckError) -> None:
         self.error = error
 
 
 class ReceiveConnection:
+    """One connection of a fetch: attaches, receives pieces and acknowledges them."""
+
     def __init__(self, fetch: KvFetch, conn: KvConnection) -> None:
         self._fetch, self._conn = fetch, conn
-        self._taken = 0
-        self._said = frames.Ack(0, 0)
+        self._received_pieces = 0
+        self._last_ack = frames.Ack(0, 0)
         self._shared = False
         self.attached = False
 
     def run(self) -> bool:
-        """Until all is there; whether the connection may be used again."""
+        """Receive until the fetch is over; returns whether the connection may be reused."""
         fetch, conn = self._fetch, self._conn
         self._attach()
         while not fetch.over:
-            more = self._taken - self._said.pieces < ACK_EVERY and conn.wait(0)
+            more = self._received_pieces - self._last_ack.pieces < PIECES_PER_ACK and conn.wait(0)
             if more or self._wait():
-                self._take()
+                self._read_message()
         if not fetch.complete:
             return False
         conn.send(frames.TransferDone())
         return True
 
     def _wait(self) -> bool:
-        """Tell the sender what is new; then whether there is something to read, before somebody wakes it."""
+        """Send an acknowledgement and wait; returns whether data can be read."""
         conn = self._conn
-        conn.idle = True  # First: whoever makes room now either sees this, or is seen by the next line.
+        conn.idle = True  # Before the ack: a thread that frees room either sees this or is seen by `_ack`.
         self._ack()
         readable = not conn.woken and conn.wait(conn.silence_s)
         conn.idle = False
@@ -88,7 +90,7 @@ class ReceiveConnection:
                 )
             if isinstance(message, frames.SenderProblem):
                 raise _failed(message)
-            # A used connection may still bring what was on its way when the fetch before was complete.
+            # A reused connection may still deliver messages of the previous fetch.
             expect(message, frames.Heartbeat, frames.TransferEnd)
         if conn.slots is not None:
             conn.slots.forget_name()
@@ -98,7 +100,7 @@ class ReceiveConnection:
         fetch.open(message, conn)
         self.attached = True
 
-    def _take(self) -> None:
+    def _read_message(self) -> None:
         message, _ = self._conn.read()
         if isinstance(message, frames.ChunkPiece):
             self._piece(message)
@@ -124,33 +126,33 @@ class ReceiveConnection:
                 sound = True
             finally:
                 self._fetch.placed(piece, sound)
-        self._taken += 1
+        self._received_pieces += 1
 
     def _data(self, piece: frames.ChunkPiece, place: memoryview) -> checksum.Sums:
         if not self._shared:
             return self._conn.receive(place)
         assert self._conn.slots is not None
-        return checksum.copied(self._conn.slots.slot(self._taken, piece.count), place)
+        return checksum.copied(self._conn.slots.slot(self._received_pieces, piece.count), place)
 
     def _ack(self) -> None:
-        ack = frames.Ack(self._taken, self._fetch.released_bytes)
-        if ack != self._said:
+        ack = frames.Ack(self._received_pieces, self._fetch.released_bytes)
+        if ack != self._last_ack:
             self._conn.send(ack)
-            self._said = ack
+            self._last_ack = ack
 
 
 def _failed(problem: frames.SenderProblem) -> FinalError:
     return FinalError(TransferDeclined(f"hand-over: the sender failed ({problem.line})"))
 
 
-GRACE_S = 0.2  # For connections to say that all is well, once all is there.
+GRACE_S = 0.2  # For connections to send TransferDone after the last chunk.
 
-Sink = Callable[[KvChunk], None]  # Uses a chunk up: its bytes are only there until it returns.
+Sink = Callable[[KvChunk], None]  # Consumes a chunk: its bytes are valid until the call returns.
 
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """What is fetched, and what the handle must have been made for."""
+    """A handle and the request, model and tokens that it must be bound to."""
 
     handle: str
     request: str
@@ -158,7 +160,7 @@ class FetchRequest:
     token_hash: str
     have: int = 0
     cut: KvCut = KvCut()
-    session: bytes = b""  # The same for all workers of a receiver; made up where there is one alone.
+    session: bytes = b""  # The same for all workers of a receiver; generated if empty.
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class FetchResult:
 
 
 class KvFetch:
-    """One fetch; `run` it in a thread of its own, and `cancel` it from any other."""
+    """One fetch; call `run` in its own thread and `cancel` from any thread."""
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class KvFetch:
         checked_handle(fetch_request.handle)
         if not 1 <= degree <= peer_connections.limits.most_degree:
             raise InputError("degree", f"must be 1 to {peer_connections.limits.most_degree}, is {degree}")
-        self._links, self._address, self._wanted = peer_connections, address, fetch_request
+        self._links, self._address, self._fetch_request = peer_connections, address, fetch_request
         self._begun_s = self._heard_s = self._told_s = time.monotonic()
         self._until_s = self._begun_s + deadline_s
         self.session = fetch_request.session or new_session()
@@ -196,7 +198,7 @@ class KvFetch:
         self.opening: frames.TransferOpening | None = None
         self._ready: deque[tuple[int, KvChunk]] = deque()
         self._failure: Exception | None = None
-        self._other = ""  # What was said last of another version.
+        self._other = ""  # The latest problem of a sender of another version.
         self.over = False
         self._connections: dict[int, KvConnection] = {}
         self._attached: set[int] = set()
@@ -393,7 +395,7 @@ class KvFetch:
         return self._assembly.released_bytes if self._assembly else 0
 
     def hello(self, conn: KvConnection) -> frames.Hello:
-        fetch_request, limits = self._wanted, self._links.limits
+        fetch_request, limits = self._fetch_request, self._links.limits
         if conn.slots is None and self._links.shared_memory and conn.here:
             conn.slots = self._links.share()
         return frames.Hello(
@@ -409,7 +411,7 @@ class KvFetch:
         )
 
     def open(self, opening: frames.TransferOpening, conn: KvConnection) -> None:
-        manifest, fetch_request, limits = opening.manifest, self._wanted, self._links.limits
+        manifest, fetch_request, limits = opening.manifest, self._fetch_request, self._links.limits
         problem = ""
         if (manifest.fingerprint, manifest.token_hash) != (
             fetch_request.fingerprint,

@@ -31,32 +31,32 @@ from potluck.kv.send_queue import SendQueue, pack
 
 State = Literal["offered", "attached", "fetched", "failed", "gone"]
 Opened = Callable[[int], KvManifest]
-"""What the engine does when a receiver attaches that has so many tokens already: it says what it will send."""
+"""Called with the number of tokens that an attaching receiver has; returns the manifest of what will be sent."""
 Closed = Callable[[State], None]
-"""Told once, when it is known whether the cache was fetched: `fetched`, `failed` or `gone`."""
+"""Called once with the final state of a transfer: `fetched`, `failed` or `gone`."""
 
 OVER: frozenset[State] = frozenset({"fetched", "failed", "gone"})
-KEEPS_UP = 2
-"""Checksums are made by whoever puts chunks in, at some 7 GB/s; more connections than these make their own, and
-those that copy into shared memory while they do."""
+MAX_CONNECTIONS_WITH_ONE_CHECKSUM_THREAD = 2
+"""Up to here the thread that adds chunks computes their checksums, at about 7 GB/s; more connections, and those that
+copy into shared memory, compute their own."""
 
 
 class SenderMemory:
-    """The memory that all transfers of a sender share, and the lock that all of them are under."""
+    """The send queue's memory and the lock, shared by all transfers of a sender."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.held_bytes = 0
         self._lock = threading.RLock()
         self.changed, self.offered = self.condition(), self.condition()
-        """There may be room; there is a new handle. Hundreds may wait for something else."""
+        """Notified when memory may be free, and when a handle is offered; apart, as hundreds of threads may wait."""
 
     def condition(self) -> threading.Condition:
         return threading.Condition(self._lock)
 
 
 class TransferPart:
-    """What one worker of a receiver gets: its chunks, the connections that they go over, and how far that is."""
+    """The part of a transfer for one worker of the receiver: its chunks, connections and state."""
 
     def __init__(self, transfer: OutgoingTransfer, piece_bytes: int) -> None:
         self.transfer, self.memory = transfer, transfer.memory
@@ -64,22 +64,22 @@ class TransferPart:
         self.queue = SendQueue(piece_bytes)
         self.state: State = "offered"
         self.conns: dict[int, KvConnection] = {}
-        self.active_s = time.monotonic()  # When something last went right, or when it was over.
+        self.active_s = time.monotonic()  # Time of the last progress, or of the end.
 
     @property
     def over(self) -> bool:
         return self.state in OVER
 
-    # All under the lock.
+    # All of these are called under the lock.
 
     def takes(self, size: int) -> bool:
-        """Whether there is room in the send queue; always where the receiver has used up what it was given: it has
-        set a row aside, and those that fill the queue may wait for that row."""
+        """Whether the send queue has room for a chunk; always true once the receiver has taken all chunks so far: it
+        has reserved a row, and the transfers that fill the queue may wait for that row."""
         drained, held_bytes = self.queue.begun and not self.queue.held_bytes, self.memory.held_bytes
         return self.over or drained or held_bytes + size <= self.memory.most_bytes or not held_bytes
 
     def attach(self, piece_bytes: int, most_connections: int, now_s: float) -> bool:
-        """Whether a connection may join that takes pieces of so many bytes. The first one says how large they are."""
+        """Whether a connection with this piece size may join; the first one sets the size."""
         if self.over or len(self.conns) >= most_connections:
             return False
         if self.state == "offered":
@@ -89,7 +89,7 @@ class TransferPart:
         return piece_bytes >= self.queue.piece_bytes
 
     def end(self, state: State) -> None:
-        """Nothing more is going to be sent; its memory is free."""
+        """End the part and free its memory."""
         if self.over:
             return
         self.state = state
@@ -102,13 +102,13 @@ class TransferPart:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Carries what a change of the queue's bytes means over to the sender's memory."""
+        """Add a change of the queue's bytes within the block to the sender's total."""
         before = self.queue.held_bytes
         yield
         self.memory.held_bytes += self.queue.held_bytes - before
 
     def wake_idle(self) -> None:
-        """Wake as many idle connections as there is work for, and whoever waits for room."""
+        """Wake as many idle connections as there is work for, and all threads that wait for memory."""
         work = self.queue.work if not self.over else len(self.conns)
         for key, conn in self.conns.items():
             if work <= 0:
@@ -121,8 +121,8 @@ class TransferPart:
 
 
 class OutgoingTransfer:
-    """`put` chunks as layers are computed, then `finish`, or `fail`. A receiver with several workers gets a part for
-    each; the engine is asked for them when all have come."""
+    """A KV transfer: `put` chunks as layers are computed, then `finish` or `fail`. A receiver with several workers
+    has a part for each; the engine is called when all have attached."""
 
     def __init__(
         self,
@@ -142,13 +142,13 @@ class OutgoingTransfer:
         self._manifest: KvManifest | None = None
         self._opening = False
         self.problem = ""
-        self.claimed = False  # Whether a receiver ever came.
-        self.peer = ""  # The machine that it came from.
+        self.claimed = False  # Whether a receiver has attached.
+        self.peer = ""  # The receiver's host.
         self.asking: threading.Thread | None = None
 
     @property
     def opening(self) -> bool:
-        """Whether the engine was asked what it has, and has not said it."""
+        """Whether the engine was called for the manifest and has not returned."""
         return self._opening and self._manifest is None
 
     @property
@@ -166,13 +166,13 @@ class OutgoingTransfer:
 
     @property
     def cut(self) -> KvCut:
-        """As its receiver's first worker wants it: what all of them have in common."""
+        """The cut of the receiver's first worker: the fields that all workers share."""
         return self.parts[0].cut
 
-    # The engine's side.
+    # Called by the engine.
 
     def takes_whole(self, dtype: str, heads: Span) -> bool:
-        """Whether each worker that has come takes all of these heads, in this format: then a codec may come first."""
+        """Whether each attached worker takes all of these heads in this format: then encoding may precede cutting."""
         return all(
             (cut.heads == (0, 0) or cut.heads[0] <= heads[0] < heads[1] <= cut.heads[1])
             and not (cut.dtype and ITEM_BYTES[cut.dtype] < ITEM_BYTES[dtype])
@@ -180,17 +180,19 @@ class OutgoingTransfer:
         )
 
     def cuts(self, chunk: KvChunk) -> Iterator[tuple[TransferPart, KvChunk]]:
-        """What each of the receiver's workers gets of a chunk that was not made small."""
+        """The pieces of an unencoded chunk for each of the receiver's workers."""
         for part in tuple(self.parts.values()):
             piece = cut_chunk(chunk, part.cut)
             if piece is not None:
                 yield part, piece
 
     def put(self, chunk: KvChunk, wait_s: float = 0.0, part: TransferPart | None = None) -> None:
-        """Add a chunk, whose bytes must stay as they are. Waits for room in the send queue."""
+        """Add a chunk, whose bytes must not change. Waits for room in the send queue."""
         part = part or self.parts[0]
         conns = tuple(part.conns.values())
-        apart = len(conns) > KEEPS_UP or any(conn.slots is not None for conn in conns)
+        apart = len(conns) > MAX_CONNECTIONS_WITH_ONE_CHECKSUM_THREAD or any(
+            conn.slots is not None for conn in conns
+        )
         encoded_chunk = pack(chunk, part.queue.piece_bytes, now=not apart)
         size, memory = len(encoded_chunk.body), self.memory
         with memory.changed:
@@ -212,7 +214,7 @@ class OutgoingTransfer:
                 part.wake_idle()
 
     def fail(self, line: str) -> None:
-        """Tell the receiver that the rest will not come."""
+        """End the transfer with a problem that the receiver is told."""
         with self.memory.changed:
             if not self.over:
                 for part in self.parts.values():
@@ -227,10 +229,10 @@ class OutgoingTransfer:
             self.updated.wait_for(lambda: self.over, timeout_s)
             return self.state
 
-    # The connections' side; all but `manifest` under the lock.
+    # Called by connections; all but `manifest` under the lock.
 
     def part(self, cut: KvCut) -> TransferPart | None:
-        """Of a receiver's worker; None where it says something else than before."""
+        """The part of a receiver's worker; None if its cut differs from before."""
         if not self.claimed:
             self.readers, self.claimed = cut.readers, True
         elif cut.readers != self.readers:
@@ -241,7 +243,7 @@ class OutgoingTransfer:
         return part if part.cut == cut else None
 
     def manifest(self, have: int, timeout_s: float, beat_s: float, beat: Callable[[], None]) -> KvManifest:
-        """Asked of the engine once, for all connections; while it thinks, the receiver hears that we are here."""
+        """The engine's manifest, requested once for all connections; heartbeats go to the receiver meanwhile."""
         until_s = time.monotonic() + timeout_s
         while True:
             with self.memory.changed:
@@ -279,7 +281,7 @@ class OutgoingTransfer:
             part.end(state)
 
     def part_over(self, state: State) -> None:
-        """What is lost for one is of no use to the others."""
+        """End all parts when one has failed."""
         if state != "fetched":
             self.end(state)
         if self.over:
@@ -292,7 +294,7 @@ class OutgoingTransfer:
 
 
 MOST_PEERS, BACKLOG = 256, 1024
-ANSWER_S = 60.0  # An engine answers between two steps.
+MANIFEST_TIMEOUT_S = 60.0  # The engine answers between two steps.
 
 
 class KvSender:
@@ -334,7 +336,7 @@ class KvSender:
         lasts_s: float,
         closed: Closed | None = None,
     ) -> OutgoingTransfer:
-        """A cache that can be fetched, once, within a time; `closed` is told how it went, in whatever thread."""
+        """Offer a cache that can be fetched once within `lasts_s`; `closed` is called in any thread."""
         expires_s = time.monotonic() + lasts_s
         transfer = OutgoingTransfer(self._memory, self.limits.piece_bytes, opened, expires_s, closed)
         with self._changed:
@@ -346,7 +348,7 @@ class KvSender:
         return transfer
 
     def withdraw(self, handle: str) -> None:
-        """Nobody may attach any more; whoever has goes on."""
+        """Withdraw an offer; receivers that have attached continue."""
         with self._changed:
             transfer = self._transfers.get(handle)
             if transfer is not None and transfer.state == "offered":
@@ -491,7 +493,7 @@ class KvSender:
             return self._last_words(conn, frames.HandleRefused())
         try:
             manifest = part.transfer.manifest(
-                hello.have, ANSWER_S, self.limits.beat_s, lambda: conn.send(frames.Heartbeat())
+                hello.have, MANIFEST_TIMEOUT_S, self.limits.beat_s, lambda: conn.send(frames.Heartbeat())
             )
         except TransferError as error:
             return self._last_words(conn, frames.SenderProblem(str(error)))
@@ -525,8 +527,9 @@ class KvSender:
             with self._changed:
                 transfer = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
                 part = None if transfer is None else transfer.part(hello.cut)
-                piece_bytes = hello.piece_bytes
-                if part is not None and part.attach(piece_bytes, self.limits.most_connections_each, now_s):
+                if part is not None and part.attach(
+                    hello.piece_bytes, self.limits.most_connections_each, now_s
+                ):
                     part.transfer.peer = conn.peer
                     part.transfer.updated.notify_all()
                     return part

@@ -1,12 +1,12 @@
-"""A log of every event told and every action asked for, which replays (`replay.py`).
+"""The Brain's log: every event and the actions that it caused, for replays (`replay.py`).
 
-JSON lines, the same from a simulation and from a live gateway. A header has the facts and the policy; each other line
-is `[time, event, actions]` (`log_lines.py`). A header says what begins with it: `run` a new Brain, whose time starts
-at 0 again; `facts` only that more is known from here on; `state` a piece of a live log that can be read without those
-before it: it has the Brain as it is there. So a gateway that starts again goes on writing to the same file, and old
-pieces can be dropped. A live header also says when its time 0 was.
+The log has JSON lines, the same from a simulation and from a live gateway. A header has the facts and the policy;
+each other line is `[time, event, actions]` (`log_lines.py`). `begins` in a header is `run` for a new Brain, whose
+time starts at 0; `facts` for additional facts from here on; `state` for a piece of a live log with a checkpoint of
+the Brain, which can be read without the pieces before it. So a restarted gateway appends to the same file, and old
+pieces can be deleted. The header of a live log has the wall clock at time 0.
 
-No prompt or answer is in a log: prompts are numbers of tokens and hashes of their blocks.
+A log contains no prompts or answers, only numbers of tokens and hashes of blocks.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ CORE = "potluck.core."
 
 
 class NotPlain(TypeError):
-    """Something that a Brain should not hold: a closure, a file."""
+    """The Brain holds a value that a checkpoint cannot contain, such as a closure or a file."""
 
 
 def checkpoint(root: object) -> dict[str, Any]:
-    """What `restored` makes `root` of again, as JSON can write it.
+    """A JSON representation of `root`, from which `restored` rebuilds it.
 
-    All that can be reached from it is written down once and referred to by number, so that what several share is
-    shared again. Nothing but the values, classes, functions and methods of `core` and plain containers is written
-    or made: a log is read without running anything that it brings.
+    Each reachable object is written once and referred to by number, so that shared objects stay shared. Only values,
+    classes, functions and methods of `core` and plain containers are written or rebuilt: reading a log runs no code
+    from it.
 
         a value     a number, a text, true, false, null; else a list: ["tuple", ...], ["frozenset", ...],
                     ["made", class, ...] a named tuple, ["enum", class, name], ["core", name] a class or function,
@@ -58,7 +58,7 @@ def checkpoint(root: object) -> dict[str, Any]:
     """
     writer = _Writer()
     value = writer.value(root)
-    return {"root": value, "things": [writer.thing(item) for item in writer.found]}  # they grow on the way
+    return {"root": value, "things": [writer.thing(item) for item in writer.found]}  # `found` grows meanwhile
 
 
 class _Writer:
@@ -107,7 +107,7 @@ class _Writer:
 
 
 def _attributes(kind: type[Any]) -> tuple[str, ...]:
-    """Names of what its objects hold outside a `__dict__`; compiled classes have a list of their own."""
+    """Names of the attributes in slots; compiled classes list them in `__mypyc_attrs__`."""
     result: dict[str, None] = {}
     for item in kind.__mro__:
         slots = item.__dict__.get("__slots__", ())
@@ -137,7 +137,7 @@ class _Reader:
         self._things = [_empty(thing) for thing in things]
 
     def read(self, root: Any) -> Any:
-        """Objects are filled first: what is looked up by its value must have it."""
+        """Fill objects before dicts and sets: keys are hashed by their attributes."""
         for thing, (kind, *rest) in zip(self._things, self._written, strict=True):
             if kind == "object":
                 for name, value in rest[1].items():
@@ -200,24 +200,24 @@ def _found(name: str) -> Any:
 
 
 FORMAT, VERSION = "potluck.log", 5
-FLUSH_S = 1.0  # A live log is this far behind at most: what a killed gateway loses of it.
+FLUSH_S = 1.0  # Period of flushes of a live log: a killed gateway loses at most this much of it.
 STATE_S = 900.0
-"""A piece that begins so long after the last state has one: all else waits while it is written down."""
+"""Least time between two checkpoints; the gateway's event loop waits while one is made."""
 
 Begins = Literal["run", "facts", "state"]
 
 
 class Decider(Protocol):
-    """The Brain, or a stand-in for it."""
+    """The Brain, or a substitute in tests."""
 
     def on(self, at_s: float, event: Event) -> list[Action]: ...
 
 
 class LoggedBrain:
-    """A Brain whose talk is written down.
+    """A Brain whose events and actions are logged.
 
-    `zero_utc_s` is the wall clock at time 0, of a live log. With `flush_s` what was written reaches the operating
-    system that often. When writing fails, the log ends there and `trouble` says why; serving goes on.
+    `zero_utc_s` is the wall clock at time 0 of a live log, `flush_s` the period of flushes to the operating system.
+    When writing fails, the log ends and `trouble` has the reason; serving continues.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class LoggedBrain:
         self._flushed_s = self._state_s = 0.0
         self._known = -1
         self._body: dict[str, Any] = {}
-        self.trouble = ""  # Why nothing is written any more; empty while all is well.
+        self.trouble = ""  # Why logging has stopped; empty while it works.
 
     def on(self, at_s: float, event: Event) -> list[Action]:
         if len(self._facts.replicas) != self._known or type(event) is PlanReceived:
@@ -271,7 +271,7 @@ class LoggedBrain:
             self._failed(error)
 
     def _head(self) -> None:
-        """What is known, where it is more than the log says so far."""
+        """Write a header if the facts have changed since the last one."""
         body = facts_body(self._facts)
         if body == self._body:
             return
@@ -313,7 +313,7 @@ def facts_body(facts: FleetFacts) -> dict[str, Any]:
     }
 
 
-NAME = "brain.log"  # Of a service's log in its folder of state.
+NAME = "brain.log"  # In a service's state folder.
 PIECE_BYTES = 64_000_000
 MOST_BYTES = 1_000_000_000  # Of all packed pieces.
 BUFFER_BYTES = 1 << 18
@@ -324,15 +324,14 @@ LEVEL = 6
 
 
 class LogFiles:
-    """Writes to the end of a log. Several processes may, while one takes over from another: then nothing is cut.
+    """Appends to a log in pieces. While one process takes over from another both append, and no piece is cut.
 
-        brain.log               what is being written
-        brain.log.000007        cut off, and about to be packed
-        brain.log.000007.gz     packed; the one with the least number goes when there are too many
+        brain.log               the current piece
+        brain.log.000007        a complete piece, to be packed
+        brain.log.000007.gz     a packed piece; the oldest is deleted when the total is over `most_bytes`
 
-    Packing is another thread's: whoever writes does not wait for it. A piece is replaced by its packed form in one
-    step, so that a crash at any moment leaves one of them; what is left over is put in order when the log is next
-    opened.
+    A thread packs pieces, so that the writer does not wait. A piece is replaced by its packed form atomically: a
+    crash leaves one of them, and the next start of the log packs the rest.
     """
 
     def __init__(self, path: Path, piece_bytes: int = PIECE_BYTES, most_bytes: int = MOST_BYTES) -> None:
@@ -358,7 +357,7 @@ class LogFiles:
         self._out.flush()
 
     def cut(self) -> bool:
-        """Begin another piece, if nobody else writes to this one."""
+        """Begin another piece, unless another process writes to this one."""
         self._out.flush()
         own = self._out.fileno()
         try:

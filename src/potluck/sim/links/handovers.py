@@ -1,10 +1,10 @@
 """Transfers of KV from one segment to the next.
 
 The receiver reserves blocks before the first byte is sent. KV that is computed while the receiver has no free
-blocks waits in the sender's host memory, up to SEND_QUEUE_BYTES. Blocks reserved for KV that is not computed yet are
-released when the receiver idles for lack of them. With overlap a transfer takes its share of the pipe from the moment its
-segment begins to be computed, and KV is sent layer by layer. With L layers of B bytes in all, computed evenly in c
-seconds, the last byte arrives at
+blocks waits in the sender's host memory, up to SEND_QUEUE_BYTES. Blocks reserved for KV that is not computed yet
+are released when the receiver idles for lack of them. With overlap a transfer takes its share of the pipe from the
+moment its segment begins to be computed, and KV is sent layer by layer. With L layers of B bytes in all, computed
+evenly in c seconds, the last byte arrives at
 
     max(f + c / L, e + (B / L) / r) + alpha
 
