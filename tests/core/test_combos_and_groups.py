@@ -18,7 +18,13 @@ from potluck.core.errors import InputError
 from potluck.core.routing.group_sharing import GroupRates, KvPair, MeanLengths, best_flows, best_routing
 from potluck.core.routing.opportunistic import step_seconds, whole_request_replica
 from potluck.core.routing.split import partial_tokens, printed_tokens
-from potluck.core.scaling.role_shift import ALIKE, ROLES, _Choices, _tabu, best_roles
+from potluck.core.scaling.role_shift import (
+    EQUAL_RATE_TOLERANCE,
+    ROLES,
+    _RoleChoices,
+    _search_tabu,
+    best_roles,
+)
 from potluck.core.state import events
 from potluck.core.state.actions import Run
 from potluck.core.state.facts import FleetFacts, GroupFacts, ModelFacts, ReplicaFacts
@@ -446,10 +452,10 @@ def test_chosen_group_roles_serve_the_most_with_the_fewest_flips(seed: int, coun
     best, serves, before = best_roles(facts, "g", now, lengths, 0.0)
     assert before == pytest.approx(served(now))
     assert serves == pytest.approx(served(best))
-    assert serves >= most * (1 - ALIKE) * (1 - 1e-9)
-    enough = max(before, most * (1 - ALIKE)) * (1 + 1e-6)
+    assert serves >= most * (1 - EQUAL_RATE_TOLERANCE) * (1 - 1e-9)
+    enough = max(before, most * (1 - EQUAL_RATE_TOLERANCE)) * (1 + 1e-6)
     assert all(flips(roles) >= flips(best) for roles in every if served(roles) > enough)
-    _, result = _tabu(_Choices(facts, "g", list(now), lengths), now, before)
+    _, result = _search_tabu(_RoleChoices(facts, "g", list(now), lengths), now, before)
     assert before - 1e-9 <= result <= most * (1 + 1e-9)
 
 

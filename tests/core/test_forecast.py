@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from potluck.core.errors import InputError
 from potluck.core.scaling.autoscaler import scaler_of
 from potluck.core.scaling.forecast import BIN_S, DAY_BINS, Forecaster, _solved
-from potluck.core.scaling.replan import BURST_S, LOOK_S
+from potluck.core.scaling.replan import BURST_S, INTERVAL_S
 from potluck.core.scaling.rule import AskReplan
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.policy import Policy
@@ -143,13 +143,13 @@ class RecordedScaling:
     def show(self, from_s: float, to_s: float, rate_per_s: float) -> None:
         at_s = from_s
         while at_s < to_s:
-            self._ever += rate_per_s * LOOK_S
+            self._ever += rate_per_s * INTERVAL_S
             seen = build.traffic(rate_per_s, arrivals_ever=int(self._ever))
             for decision in self._scaler.on_tick(at_s, build.observed(at_s, seen), FLEET, PLAN):
                 assert isinstance(decision, AskReplan)
                 self.asked.append((at_s, dict(decision.rates_per_s)["m"]))
             assert self._scaler.why()
-            at_s += LOOK_S
+            at_s += INTERVAL_S
 
 
 POLICY = Policy(scaling="ahead")
@@ -163,7 +163,7 @@ def test_ahead_scaling_asks_for_a_rise_at_once_and_for_a_drop_after_a_delay() ->
     rise = next(item for item in asked.asked if item[1] > 1.5 * first)
     assert rise[0] == 1200.0
     before = len(asked.asked)
-    asked.show(1800.0, 1800.0 + POLICY.keep_s - LOOK_S, 4.0)
+    asked.show(1800.0, 1800.0 + POLICY.keep_s - INTERVAL_S, 4.0)
     assert all(rate > 1.5 * first for _, rate in asked.asked[before:])
     asked.show(1800.0 + POLICY.keep_s, 1800.0 + 2 * POLICY.keep_s, 4.0)
     assert asked.asked[-1][1] < 1.3 * first

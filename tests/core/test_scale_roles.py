@@ -10,7 +10,7 @@ import pytest
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
 from potluck.core.scaling.autoscaler import scaler_of
-from potluck.core.scaling.roles import CALM_S, HOLD_S, CopyRoles, RoleRates, best_inside, served
+from potluck.core.scaling.roles import CALM_S, HOLD_S, CopyRoles, RoleRates, best_copy_roles, served_per_s
 from potluck.core.scaling.rule import FlipRole
 from potluck.core.state.facts import FleetFacts, ReplicaFacts
 from potluck.core.state.fleet import FleetState
@@ -130,13 +130,13 @@ def test_copy_roles_equal_the_best_of_all_role_assignments(seed: int) -> None:
     for view in list(unit.views)[count:]:
         there.remove(view.member.id)
     able = {view.member.id: chance.choice(kinds) for view in unit.views}
-    result, value = best_inside(able, unit)
-    assert value == pytest.approx(served(able, result))
+    result, value = best_copy_roles(able, unit)
+    assert value == pytest.approx(served_per_s(able, result))
     choices: list[tuple[Role, ...]] = [("mixed",) * count] if count < 5 else []
     for choice in product(("prefill", "decode"), repeat=count):
         changed = {role for role, view in zip(choice, unit.views, strict=True) if role != view.role}
         choices += [choice] if len(changed) < 2 else []
-    best = max(served(able, dict(zip(able, choice, strict=True))) for choice in choices)
+    best = max(served_per_s(able, dict(zip(able, choice, strict=True))) for choice in choices)
     assert value == pytest.approx(best)
 
 

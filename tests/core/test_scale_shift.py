@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
 from potluck.core.routing.group_sharing import MeanLengths
-from potluck.core.scaling.role_shift import LEAST_GAIN, MAX_FLIPS, ShiftFlips, best_flips
+from potluck.core.scaling.role_shift import MAX_FLIPS, MIN_GAIN, ShiftFlips, best_flips
 from potluck.core.scaling.roles import Flippable, decode_per_s, flippable, prefill_per_s
 from potluck.core.scaling.rule import FlipRole, ScaleDecision
 from potluck.core.scaling.traffic_window import ModelTraffic, TrafficWindow
@@ -81,7 +81,7 @@ def test_every_flip_of_different_replicas_gains_and_keeps_both_roles(replicas: l
     before = served_per_s(replicas, {})
     for count in range(1, len(flips) + 1):
         after = served_per_s(replicas, dict(flips[:count]))
-        assert after >= before * (1 + LEAST_GAIN) * (1 - 1e-9)
+        assert after >= before * (1 + MIN_GAIN) * (1 - 1e-9)
         before = after
     if {item.role for item in replicas} == {"prefill", "decode"}:
         roles = {dict(flips).get(item.replica, item.role) for item in replicas}
@@ -91,7 +91,7 @@ def test_every_flip_of_different_replicas_gains_and_keeps_both_roles(replicas: l
             served_per_s(replicas, {r.replica: "decode" if r.role == "prefill" else "prefill"})
             for r in replicas
         ]
-        assert max(single) <= before * (1 + LEAST_GAIN) + 1e-9
+        assert max(single) <= before * (1 + MIN_GAIN) + 1e-9
 
 
 def test_last_replica_of_a_role_in_a_region_stays_and_ties_go_to_the_least_loaded() -> None:
@@ -134,7 +134,7 @@ def test_shift_to_long_answers_flips_prefill_replicas_to_decode() -> None:
     roles = [view.role for view in fleet.views.values()]
     best = max(min(p / 0.11, (8 - p) * 32 / 14) for p in range(1, 8))
     p = roles.count("prefill")
-    assert min(p / 0.11, (8 - p) * 32 / 14) >= best / (1 + LEAST_GAIN)
+    assert min(p / 0.11, (8 - p) * 32 / 14) >= best / (1 + MIN_GAIN)
 
 
 def test_shift_rule_explains_why_nothing_flips() -> None:

@@ -1,17 +1,17 @@
-"""Re-allocation by the planner: every so often with the rates now seen, or ahead of time for those that are coming.
+"""Re-allocation by the planner: periodic for the observed rates, or ahead of time for forecast rates.
 
-Ahead of time, each model's `Forecaster` says
+Ahead of time, each model's `Forecaster` predicts
 
-    soon   the rate until a copy asked for now would serve, exceeded in no more than 1 - `forecast_share` of all cases
+    soon   the rate until a copy asked for now would serve, exceeded in at most 1 - `forecast_share` of all cases
     later  the rate expected within `keep_s`
-    need = max(soon, later), or what it was at any time within the last `keep_s`
+    need = max(soon, later), or its maximum within the last `keep_s`
 
-So fleets grow ahead of a rise, and shrink only when what would go is not needed for a while. The forecast's error is
-in `need` already, so the planner's headroom is not asked for twice; it is asked for
+So fleets grow ahead of a rise, and shrink only when copies are not needed for a while. `need` includes the forecast's
+error, so the planner's headroom is not applied on top of it; the planner is asked for
 
     (need + sqrt(need / BURST_S)) x headroom / busiest
 
-with one standard deviation of what comes by chance within BURST_S on top."""
+with one standard deviation of the random arrivals within BURST_S on top."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 
-LOOK_S = 30.0
-SOON_S = 300.0  # From a plan asked for to copies that serve.
+INTERVAL_S = 30.0
+COPY_START_S = 300.0  # Time from asking for a plan until its copies serve.
 BURST_S = 25.0
-"""What chance brings within so long, copies must take; over longer times it evens out. Answers take about as long."""
-LEAST_NEED = 0.02  # Needs that differ by less are the same.
+"""Copies must take random bursts of this length (about an answer's duration); longer ones average out."""
+MIN_NEED_CHANGE = 0.02  # Smaller relative changes of a need are ignored.
 
 
 class PredictiveReplan(rule.Scaler):
-    """State: each model's forecaster and its needs of late, and for what the planner was last asked."""
+    """State: each model's forecaster and recent needs, and the rates that the planner was last asked for."""
 
     def __init__(self, policy: Policy, facts: FleetFacts) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class PredictiveReplan(rule.Scaler):
         self._facts = facts
         self._forecasters: dict[str, Forecaster] = {}
         self._peaks: dict[str, deque[tuple[float, float]]] = {}
-        """Needs of the last `keep_s` that no later one exceeds: (when, how much), the largest first."""
+        """Needs of the last `keep_s` that no later one exceeds: (time, need), the largest first."""
         self._asked: dict[str, float] = {}
         self._asked_s: float | None = None
-        self._looked_s: float | None = None
-        self._quoted = False
+        self._checked_s: float | None = None
+        self._market_changed = False
 
     def market_changed(self, regions: tuple[Region, ...]) -> None:
-        self._quoted = True
+        self._market_changed = True
 
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
@@ -60,30 +60,35 @@ class PredictiveReplan(rule.Scaler):
             self._forecaster(traffic.model).count(at_s, traffic.arrivals_ever)
         if self._asked_s is None:
             self._asked_s = at_s
-        if self._looked_s is not None and at_s - self._looked_s < LOOK_S and not self._quoted:
-            self._notes.wait("ahead", f"looks again in {LOOK_S - (at_s - self._looked_s):.0f} s")
+        if self._checked_s is not None and at_s - self._checked_s < INTERVAL_S and not self._market_changed:
+            self._notes.wait("ahead", f"looks again in {INTERVAL_S - (at_s - self._checked_s):.0f} s")
             return ()
-        if any(traffic.span_s < self._policy.window_s for traffic in observed.models) and not self._quoted:
-            # Just started: that nobody has come yet is no reason to let copies go that were planned.
+        if (
+            any(traffic.span_s < self._policy.window_s for traffic in observed.models)
+            and not self._market_changed
+        ):
+            # Just started: few arrivals so far are no reason to remove planned copies.
             self._notes.say("ahead", "has not seen a window of requests yet")
             return ()
-        self._looked_s = at_s
+        self._checked_s = at_s
         needs = {traffic.model: self._need(at_s, traffic, fleet) for traffic in observed.models}
-        moved = [self._moved(model, need) for model, need in needs.items() if self._moved(model, need)]
+        reasons = [
+            self._rate_change(model, need) for model, need in needs.items() if self._rate_change(model, need)
+        ]
         since_s = at_s - self._asked_s
         missing = rule.missing_copies(fleet, plan) if since_s >= self._policy.replan_s else 0
         if missing:
-            moved.append(f"{missing} copies of the plan are not there")
-        if self._quoted:
-            moved.append(rule.MARKET_CHANGED_REASON)
-        if not moved and since_s >= self._policy.global_window_s:
-            moved.append("prices and nodes may have changed")
-        if not moved or not needs:
+            reasons.append(f"{missing} copies of the plan are not there")
+        if self._market_changed:
+            reasons.append(rule.MARKET_CHANGED_REASON)
+        if not reasons and since_s >= self._policy.global_window_s:
+            reasons.append("prices and nodes may have changed")
+        if not reasons or not needs:
             self._notes.say("ahead", "what is needed is what was asked for")
             return ()
-        self._asked_s, self._quoted = at_s, False
+        self._asked_s, self._market_changed = at_s, False
         self._asked.update(needs)
-        reason = ", ".join(moved)
+        reason = ", ".join(reasons)
         self._notes.say("ahead", f"asks for a plan: {reason}")
         return (rule.AskReplan(tuple(needs.items()), reason),)
 
@@ -94,10 +99,10 @@ class PredictiveReplan(rule.Scaler):
         return forecaster
 
     def _need(self, at_s: float, traffic: ModelTraffic, fleet: FleetState) -> float:
-        """The rate to plan for; never nothing, or the model's last copy would go."""
+        """The rate to plan for; never 0, or the model's last copy would go."""
         policy, forecaster = self._policy, self._forecaster(traffic.model)
         noise = traffic.error_per_s / max(traffic.rate_per_s, traffic.error_per_s, 1e-9)
-        soon = forecaster.outlook(traffic.rate_per_s, noise, SOON_S, policy.forecast_share)
+        soon = forecaster.outlook(traffic.rate_per_s, noise, COPY_START_S, policy.forecast_share)
         later = forecaster.outlook(traffic.rate_per_s, noise, policy.keep_s, 0.5)
         queued = traffic.held + rule.queued_requests(fleet, traffic.model)
         rate_per_s = max(soon.high_per_s, later.mean_per_s)
@@ -116,113 +121,119 @@ class PredictiveReplan(rule.Scaler):
         )
         return max(peaks[0][1], 1.0 / max(traffic.long_span_s, 1.0))
 
-    def _moved(self, model: str, need: float) -> str:
-        old = self._asked.get(model, 0.0)
-        if abs(need - old) > LEAST_NEED * old:
-            return f"{model} needs {need:.3g} requests/s, was {old:.3g}"
+    def _rate_change(self, model: str, need: float) -> str:
+        old_need = self._asked.get(model, 0.0)
+        if abs(need - old_need) > MIN_NEED_CHANGE * old_need:
+            return f"{model} needs {need:.3g} requests/s, was {old_need:.3g}"
         return ""
 
 
-LEAST_MOVE = 0.05
-LENGTHS_MOVE = 0.2
-"""Of a mean prompt or answer: from there on plans are made for the lengths that were seen, not for the spec's."""
-MARGIN = 0.05
-NOISE = 3.0
+MIN_RATE_CHANGE = 0.05
+MIN_LENGTH_CHANGE = 0.2
+"""Relative change of a mean prompt or answer from which plans use the observed lengths instead of the spec's."""
+RATE_MARGIN = 0.05
+NOISE_DEVIATIONS = 3.0
 
 
 class PeriodicReplan(rule.Scaler):
-    """CORAL's periodic re-allocation (its 5.1): every `replan_s` the planner is asked again, with the rates now seen
-    and a margin for noise and queues. It is spared while rates moved less than LEAST_MOVE, lengths than LENGTHS_MOVE
-    and no copy is missing; not after the global window, nor when prices or nodes change (`MarketReported`)."""
+    """CORAL's periodic re-allocation (its 5.1): every `replan_s` the planner is asked again for the observed rates,
+    with a margin for noise and queues. It is skipped while rates changed less than MIN_RATE_CHANGE, lengths less
+    than MIN_LENGTH_CHANGE and no copy is missing, except after the global window and when prices or nodes change
+    (`MarketReported`)."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self._policy = policy
         self._asked_s: float | None = None
-        self._looked_s: float | None = None
+        self._checked_s: float | None = None
         self._rates: dict[str, float] = {}
-        self._tokens: dict[str, tuple[float, float]] = {}
-        """Mean prompts and answers when a model was first seen, or the planner last asked."""
+        self._mean_lengths: dict[str, tuple[float, float]] = {}
+        """Mean prompts and answers when a model was first observed or the planner last asked."""
         self._first_s: dict[str, float] = {}
-        self._quoted = False  # Prices or nodes changed since the planner was asked.
+        self._market_changed = False  # Prices or nodes changed since the planner was last asked.
 
     def market_changed(self, regions: tuple[Region, ...]) -> None:
-        self._quoted = True
+        self._market_changed = True
 
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
     ) -> rule.Decisions:
-        if self._looked_s is None:
-            self._looked_s = self._asked_s = at_s
+        if self._checked_s is None:
+            self._checked_s = self._asked_s = at_s
             self._rates = {prediction.model: prediction.demand_per_s for prediction in plan.predictions}
         assert self._asked_s is not None
         for traffic in observed.models:
             if traffic.arrivals or traffic.arrivals_ever:
                 self._first_s.setdefault(traffic.model, at_s)
-        left_s = self._policy.replan_s - (at_s - self._looked_s)
-        if left_s > 0 and not self._quoted:
+        left_s = self._policy.replan_s - (at_s - self._checked_s)
+        if left_s > 0 and not self._market_changed:
             self._notes.wait("replan", f"looks again in {left_s:.0f} s")
             return ()
-        self._looked_s = at_s
-        known = [traffic for traffic in observed.models if self._known(at_s, traffic)]
+        self._checked_s = at_s
+        observed_models = [traffic for traffic in observed.models if self._has_full_window(at_s, traffic)]
         reasons = [
-            text for traffic in known for text in (self._moved(traffic), self._shifted(traffic)) if text
+            change
+            for traffic in observed_models
+            for change in (self._rate_change(traffic), self._length_change(traffic))
+            if change
         ]
         missing = rule.missing_copies(fleet, plan)
         if missing:
             reasons.append(f"{missing} copies of the plan are not there")
-        if self._quoted:
+        if self._market_changed:
             reasons.append(rule.MARKET_CHANGED_REASON)
         if not reasons and at_s - self._asked_s >= self._policy.global_window_s:
             reasons.append("prices and nodes may have changed")
         if not reasons or not observed.models:
-            why = f"no rate moved by {LEAST_MOVE:.0%}, no length by {LENGTHS_MOVE:.0%}, or not beyond noise"
-            self._notes.say("replan", why)
+            explanation = f"no rate moved by {MIN_RATE_CHANGE:.0%}, no length by {MIN_LENGTH_CHANGE:.0%}, or not beyond noise"
+            self._notes.say("replan", explanation)
             return ()
-        self._asked_s, self._quoted = at_s, False
-        asked = tuple((traffic.model, self._with_margin(traffic, fleet)) for traffic in observed.models)
+        self._asked_s, self._market_changed = at_s, False
+        rates = tuple((traffic.model, self._with_margin(traffic, fleet)) for traffic in observed.models)
         self._rates.update({traffic.model: traffic.rate_per_s for traffic in observed.models})
-        self._tokens.update(
-            {traffic.model: _tokens(traffic) for traffic in observed.models if _told(traffic)}
+        self._mean_lengths.update(
+            {traffic.model: _mean_lengths(traffic) for traffic in observed.models if _has_lengths(traffic)}
         )
         reason = ", ".join(reasons)
         self._notes.say("replan", f"asks for a plan: {reason}")
-        return (rule.AskReplan(asked, reason),)
+        return (rule.AskReplan(rates, reason),)
 
-    def _known(self, at_s: float, traffic: ModelTraffic) -> bool:
-        """A window of requests was seen: that nobody has come yet is no reason to let go what was planned."""
+    def _has_full_window(self, at_s: float, traffic: ModelTraffic) -> bool:
+        """Whether a full window was observed; before that, few arrivals are no reason to remove copies."""
         return at_s - self._first_s.get(traffic.model, at_s) >= self._policy.window_s
 
-    def _moved(self, traffic: ModelTraffic) -> str:
-        old = self._rates.get(traffic.model, 0.0)
-        if abs(traffic.rate_per_s - old) > max(LEAST_MOVE * old, NOISE * traffic.error_per_s):
-            return f"requests for {traffic.model} {moved(old, traffic.rate_per_s, '.2g')} a second"
+    def _rate_change(self, traffic: ModelTraffic) -> str:
+        old_per_s = self._rates.get(traffic.model, 0.0)
+        if abs(traffic.rate_per_s - old_per_s) > max(
+            MIN_RATE_CHANGE * old_per_s, NOISE_DEVIATIONS * traffic.error_per_s
+        ):
+            return f"requests for {traffic.model} {moved(old_per_s, traffic.rate_per_s, '.2g')} a second"
         return ""
 
-    def _shifted(self, traffic: ModelTraffic) -> str:
-        if not _told(traffic):
+    def _length_change(self, traffic: ModelTraffic) -> str:
+        if not _has_lengths(traffic):
             return ""
-        before = self._tokens.setdefault(traffic.model, _tokens(traffic))
+        old_lengths = self._mean_lengths.setdefault(traffic.model, _mean_lengths(traffic))
         errors = (traffic.prompt_error_tokens, traffic.output_error_tokens)
-        for what, old, new, error in zip(
-            ("prompts", "answers"), before, _tokens(traffic), errors, strict=True
+        for name, old_tokens, new_tokens, error in zip(
+            ("prompts", "answers"), old_lengths, _mean_lengths(traffic), errors, strict=True
         ):
-            if abs(new - old) > max(LENGTHS_MOVE * old, NOISE * error):
-                return f"{what} of {traffic.model} {moved(old, new)} tokens"
+            if abs(new_tokens - old_tokens) > max(MIN_LENGTH_CHANGE * old_tokens, NOISE_DEVIATIONS * error):
+                return f"{name} of {traffic.model} {moved(old_tokens, new_tokens)} tokens"
         return ""
 
     def _with_margin(self, traffic: ModelTraffic, fleet: FleetState) -> float:
-        """Never nothing, or the model's last copy would go."""
+        """The rate to plan for, with its margin; never 0, or the model's last copy would go."""
         queued = traffic.held + rule.queued_requests(fleet, traffic.model)
-        rate = traffic.rate_per_s + max(MARGIN * traffic.rate_per_s, traffic.error_per_s)
+        rate = traffic.rate_per_s + max(RATE_MARGIN * traffic.rate_per_s, traffic.error_per_s)
         within_s = max(self._policy.replan_s, self._policy.window_s)
         return max(rate + queued / within_s, 1.0 / max(traffic.long_span_s, 1.0))
 
 
-def _told(traffic: ModelTraffic) -> bool:
-    """Whether so many answers ended that the planner would be told their lengths."""
+def _has_lengths(traffic: ModelTraffic) -> bool:
+    """Whether enough answers ended to give the planner their lengths."""
     return traffic.finished >= rule.MIN_FINISHED_FOR_LENGTHS
 
 
-def _tokens(traffic: ModelTraffic) -> tuple[float, float]:
+def _mean_lengths(traffic: ModelTraffic) -> tuple[float, float]:
     return traffic.mean_prompt_tokens, traffic.mean_output_tokens
