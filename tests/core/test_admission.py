@@ -100,7 +100,7 @@ def test_admission_bounds_queued_prefill_at_replicas_and_refuses_the_rest_with_r
         assert objective_s == SLO.ttft_s
         assert most_s < objective_s
         assert wait_s >= most_s, "what is compared is what is said"
-    waiting = [req for req in there.brain.requests.values() if req.place is not None]
+    waiting = [req for req in there.brain.requests.values() if req.position is not None]
     assert waiting
     for view in there.brain.fleet.views.values():
         ahead = AHEAD_APART if view.role == "prefill" else AHEAD
@@ -169,7 +169,7 @@ def run_random_events(there: World, steps: list[tuple[str, int, str, str, int]])
         elif what == "tick":
             there.tell(Tick())
         backlogs = there.brain.admission.queues
-        waiting = [req for req in there.brain.requests.values() if req.place is not None]
+        waiting = [req for req in there.brain.requests.values() if req.position is not None]
         assert sum(backlog.count for backlog in backlogs.values()) == len(waiting)
         assert all(backlog.count for backlog in backlogs.values())
         if waiting and there.brain.table.models["m"].offers.flows == ():
@@ -208,7 +208,7 @@ def test_queued_request_is_dispatched_when_a_prefill_or_an_answer_ends() -> None
     there = admission_world(equal_replicas_plan(1))
     for number in range(60):
         there.arrive(tenant_request(str(number)))
-    waiting = len(there.brain.admission.queues["m"].places())
+    waiting = len(there.brain.admission.queues["m"].positions())
     assert waiting
     sent = [item for name in list(there.jobs) for item in there.advance(name) if isinstance(item, Run)]
     sent += [item for name in list(there.jobs) for item in there.advance(name) if isinstance(item, Run)]
@@ -223,9 +223,9 @@ def test_predicted_wait_is_an_upper_bound_for_96_percent_of_requests(each: float
     works = [chance.expovariate(1.0 / each) if spread else each for _ in range(4000)]
     times_s = list(accumulate(chance.expovariate(10_000.0 / each) for _ in works))
     rate, late, foretold_s, mean_s = ServiceRate(10_000.0), 0, 0.0, 0.0
-    rate.began(0.0)
+    rate.start(0.0)
     for place, (now_s, work) in enumerate(zip(times_s[:-20], works, strict=False)):
-        rate.took(now_s, work)
+        rate.count_departure(now_s, work)
         behind = chance.randint(1, 20)
         wait_s = rate.wait_s(now_s, sum(works[place + 1 : place + 1 + behind]))
         late += times_s[place + behind] - now_s > wait_s
@@ -273,7 +273,7 @@ def test_full_queue_refuses_the_lowest_request_class_first() -> None:
     assert [item.request for item in message] == ["batch2"]
     head = there.brain.admission.queues["m"].head()
     assert head is not None
-    assert head.req.request.id == "now"
+    assert head.request.request.id == "now"
 
 
 def test_running_request_is_aborted_at_its_deadline_if_its_class_stops() -> None:
@@ -369,12 +369,12 @@ def test_queue_orders_requests_by_class_then_priority_then_arrival(asked: list[t
     backlog = RequestQueue({})
     for number, (tenant, level, priority) in enumerate(asked):
         backlog.add(0.0, request_state(number, tenant, priority), level, KIND, 1.0)
-    assert backlog.count == len(asked) == len(backlog.places())
+    assert backlog.count == len(asked) == len(backlog.positions())
     seen: list[tuple[str, int, int, int]] = []
     while backlog.count:
         position = take_head(backlog)
-        number = int(position.req.request.id)
-        seen.append((position.tenant, -position.level, -position.req.request.priority, number))
+        number = int(position.request.request.id)
+        seen.append((position.tenant, -position.level, -position.request.request.priority, number))
     assert [level for _, level, _, _ in seen] == sorted(level for _, level, _, _ in seen)
     for tenant in "ab":
         own = [item[1:] for item in seen if item[0] == tenant]
@@ -387,9 +387,9 @@ def test_blocked_request_does_not_block_others_in_the_queue() -> None:
     first = backlog.add(0.0, request_state(0, "a"), 1, (1, 0), 1.0)
     second = backlog.add(0.0, request_state(1, "a"), 1, KIND, 1.0)
     assert backlog.head() is first
-    backlog.stuck.add(("a", (1, 0)))
+    backlog.blocked.add(("a", (1, 0)))
     assert backlog.head() is second
-    backlog.stuck.add(("a", KIND))
+    backlog.blocked.add(("a", KIND))
     assert backlog.head() is None
 
 
@@ -399,26 +399,26 @@ def test_queue_tries_untried_requests_before_blocked_ones() -> None:
         name: backlog.add(0.0, request_state(number, name), 1, KIND, 1.0) for number, name in enumerate("abc")
     }
     assert backlog.head() is places["a"]
-    backlog.stuck.add(("a", KIND))
-    backlog.cut = True  # enough were tried in vain
-    backlog.again()
+    backlog.blocked.add(("a", KIND))
+    backlog.has_untried = True  # enough were tried in vain
+    backlog.unblock()
     for name in "bc":
         assert backlog.head() is places[name]
-        backlog.stuck.add((name, KIND))
+        backlog.blocked.add((name, KIND))
     assert backlog.head() is None
-    backlog.again()
+    backlog.unblock()
     assert take_head(backlog) is places["a"]
 
 
 def test_blocked_request_kind_does_not_block_another_kind_of_the_same_tenant() -> None:
     backlog = RequestQueue({})
     backlog.add(0.0, request_state(0, "a"), 1, KIND, 1.0)
-    backlog.stuck.add(("a", KIND))
+    backlog.blocked.add(("a", KIND))
     assert backlog.head() is None
     other = backlog.add(0.0, request_state(1, "a"), 1, (1, 0), 1.0)
     assert take_head(backlog) is other
     assert backlog.head() is None
-    backlog.again()
+    backlog.unblock()
     assert backlog.head() is not None
 
 
@@ -426,12 +426,12 @@ def test_work_ahead_of_a_new_request_is_its_tenants_plus_the_fair_share_of_other
     backlog = RequestQueue({"b": 2.0})
     for number in range(10):
         backlog.add(0.0, request_state(number, "b"), 1, KIND, 100.0)
-    assert backlog.ahead("a", 1) == 0.0
+    assert backlog.work_ahead("a", 1) == 0.0
     backlog.add(0.0, request_state(10, "a"), 1, KIND, 30.0)
-    assert backlog.ahead("a", 1) == 30.0 + 60.0
-    assert backlog.ahead("b", 1) == 1000.0 + 30.0
-    assert backlog.ahead("a", 0) == 1030.0
-    assert backlog.ahead("a", 2) == 0.0
+    assert backlog.work_ahead("a", 1) == 30.0 + 60.0
+    assert backlog.work_ahead("b", 1) == 1000.0 + 30.0
+    assert backlog.work_ahead("a", 0) == 1030.0
+    assert backlog.work_ahead("a", 2) == 0.0
 
 
 def test_removed_request_is_not_returned_by_the_queue() -> None:
@@ -440,5 +440,5 @@ def test_removed_request_is_not_returned_by_the_queue() -> None:
     backlog.remove(places[0])
     assert backlog.head() is places[1]
     assert backlog.tenant_count("a") == 2
-    least = backlog.least("a")
+    least = backlog.least_important("a")
     assert least is places[2]

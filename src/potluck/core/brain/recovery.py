@@ -65,9 +65,9 @@ class Recovery:
         if request_state is None:
             return []
         kind, where = event.kind, event.where
-        if request_state.recalled and kind == "timeout" and not where:  # it was we who stopped it
-            kind, where = "link", request_state.recalled
-        request_state.recalled = ""
+        if request_state.recalled_from and kind == "timeout" and not where:  # it was we who stopped it
+            kind, where = "link", request_state.recalled_from
+        request_state.recalled_from = ""
         lost = kind == "replica"
         suspected = False
         if (
@@ -132,10 +132,10 @@ class Recovery:
             request = self._requests.open[name]
             model = request.request.model
             again_s = self._router.link_avoidance.recompute_s(request, before.get(model, 0))
-            if request.attempt or request.recalled or verdict(request, at_s, self._policy):
+            if request.attempt or request.recalled_from or verdict(request, at_s, self._policy):
                 continue
             if over_s >= again_s + MIN_RECALL_SAVING_S:
-                request.recalled = request.link
+                request.recalled_from = request.link
                 before[model] = before.get(model, 0) + request.prompt_tokens
                 actions += [*self._requests.abandon(request), self._inquiries.ask(at_s, request)]
         return actions
@@ -279,7 +279,7 @@ class AttemptQueries:
 
     def underway(self, at_s: float, request: RequestState) -> None:
         """It goes on. If its replica was said to be gone, that may be wrong, and is asked about again later."""
-        request.heard_s = at_s
+        request.last_seen_s = at_s
         if self._asked.pop(request.request.id, None) is not None:
             self._asked[request.request.id] = (request.attempt, 0, at_s + FAILED_S)
 
@@ -313,7 +313,9 @@ class AttemptQueries:
             self._round = list(self._open)
         names, self._round = self._round[-LOOKS:], self._round[:-LOOKS]
         looked = [self._open.get(name) for name in names]
-        return [request for request in looked if request is not None and at_s - request.heard_s >= SILENCE_S]
+        return [
+            request for request in looked if request is not None and at_s - request.last_seen_s >= SILENCE_S
+        ]
 
     def ask(self, at_s: float, request: RequestState, questions: int = 0) -> Action:
         """What became of an attempt; one that is abandoned its driver stops, and then says where its user is."""

@@ -122,7 +122,7 @@ class Requests:
         request_state.prompt_tokens += event.streamed_tokens
         self._note_tenant(at_s, request_state)
         if event.route is not None and self._resumed(request_state, event.route, event.done, event.first):
-            request_state.heard_s = at_s
+            request_state.last_seen_s = at_s
             if self._room.several:
                 self._tenants.sent(request_state)
             return []
@@ -171,15 +171,15 @@ class Requests:
 
     def _send(self, at_s: float, request: RequestState, routes: ModelRoutes | None) -> list[Action]:
         if routes is not None:
-            if self._queues and self._admission.behind(request, routes):
-                return self._admission.line_up(at_s, request, routes)
+            if self._queues and self._admission.must_queue(request, routes):
+                return self._admission.admit_or_queue(at_s, request, routes)
             if self._room.several:
                 self._tenants.now_s = at_s
             answer = self._router.send(request, routes)
             if answer is SENT:
                 return [self.run(at_s, request)]
             if answer is RoutingResult.FULL:
-                return self._admission.line_up(at_s, request, routes)
+                return self._admission.admit_or_queue(at_s, request, routes)
             if answer is RoutingResult.WAITS_FOR_PAIR:
                 self.held.wait(at_s, request, self._policy)
                 return []
@@ -190,7 +190,7 @@ class Requests:
 
     def run(self, at_s: float, request: RequestState) -> Action:
         request.held_s = -1.0
-        request.heard_s = at_s
+        request.last_seen_s = at_s
         if request.earlier:
             self._speeds.began(at_s, request, request.earlier[0][0])
         elif request.last is not None:
@@ -200,8 +200,8 @@ class Requests:
         return request.run()
 
     def _turned_away(self, at_s: float, refusal: Refusal) -> list[Action]:
-        self.open.pop(refusal.req.request.id, None)
-        action = self._refusal(at_s, refusal.req, refusal.reason, refusal.detail)
+        self.open.pop(refusal.request.request.id, None)
+        action = self._refusal(at_s, refusal.request, refusal.reason, refusal.detail)
         return [action._replace(retry_after_s=refusal.retry_after_s)]
 
     def _hold(self, at_s: float, request: RequestState) -> None:
@@ -225,11 +225,11 @@ class Requests:
         replica, tokens = request.computed()
         if tokens:
             self._fleet.prefilled(replica, tokens)
-            if request.watched_s >= 0:
+            if request.timed_since_s >= 0:
                 self._speeds.handed(at_s, request, replica)
         leaves = request.pair is not None and request.done == len(request.earlier) - 1
         actions = self._leave_pair(at_s, request) if leaves else []
-        return actions + self._admission.freed(at_s, replica) if self._queues else actions
+        return actions + self._admission.capacity_freed(at_s, replica) if self._queues else actions
 
     def _hand_on(self, at_s: float, request: RequestState) -> list[Action]:
         replica, tokens = request.earlier[request.done]
@@ -242,9 +242,9 @@ class Requests:
             self._tenants.computed(request)
         going_on = request.done < len(request.earlier)
         onto = request.earlier[request.done][0] if going_on else request.last
-        if request.link or request.cargo:
+        if request.link or request.transfers:
             self._router.links.segment_handed_over(request, going_on)
-        if request.watched_s >= 0 and onto is not None:
+        if request.timed_since_s >= 0 and onto is not None:
             self._speeds.handed(at_s, request, replica, replica.member.region == onto.member.region)
         actions: list[Action] = []
         if going_on:
@@ -252,15 +252,15 @@ class Requests:
         else:
             self._prompt_done(request)
             actions = self._leave_pair(at_s, request) if request.pair is not None else []
-        return actions + self._admission.freed(at_s, replica) if self._queues else actions
+        return actions + self._admission.capacity_freed(at_s, replica) if self._queues else actions
 
     def _prompt_done(self, request: RequestState) -> None:
         if request.yielding is not None:
             self._router.deadlines.stop_yielding(request)
-        if len(request.charges) == 2:
-            (target, load), rest = request.charges
+        if len(request.added_loads) == 2:
+            (target, load), rest = request.added_loads
             target.lighten(load)
-            request.charges = (rest,)
+            request.added_loads = (rest,)
 
     def first_token(self, at_s: float, event: told.FirstToken) -> list[Action]:
         request = self.running(event.request, event.attempt)
@@ -282,7 +282,7 @@ class Requests:
             if request.long or request.light_tokens:
                 self._tenants.computed(request)
             if self._queues:
-                actions += self._admission.freed(at_s, request.last)
+                actions += self._admission.capacity_freed(at_s, request.last)
         return actions
 
     def finished(self, at_s: float, event: told.RequestFinished) -> list[Action]:
@@ -302,7 +302,7 @@ class Requests:
             self._room.ended(at_s, request, last_replica, event.output_tokens)
         if self._watches:
             self._autoscaler.finished(at_s, request, event.output_tokens)
-        if request.watched_s >= 0:
+        if request.timed_since_s >= 0:
             self._speeds.ended(at_s, request, event.output_tokens)
         elif request.first_s < 0:
             self._speeds.finished_untimed(request, event.output_tokens)
@@ -340,18 +340,18 @@ class Requests:
             last_replica, request.last = request.last, None
             if request.mixed:
                 self._tenants.left(request)
-        request.watched_s = -1.0
+        request.timed_since_s = -1.0
         if request.yielding is not None:
             self._router.deadlines.stop_yielding(request)
-        if request.link or request.cargo:
+        if request.link or request.transfers:
             self._router.links.request_ended(request)
-        if request.charges:
-            for target, load in request.charges:
+        if request.added_loads:
+            for target, load in request.added_loads:
                 target.lighten(load)
-            request.charges = ()
+            request.added_loads = ()
         actions = self._leave_pair(at_s, request) if request.pair is not None else []
         if self._queues and last_replica is not None:
-            actions += self._admission.freed(at_s, last_replica)
+            actions += self._admission.capacity_freed(at_s, last_replica)
         return actions
 
     def _leave_pair(self, at_s: float, request: RequestState) -> list[Action]:
@@ -407,14 +407,14 @@ class Requests:
         if self._bounded:
             self._fleet.bound(replica, self._room.easiness(replica))
         actions = self.admit(at_s, group) if group is not None and group.waiting else []
-        return actions + self._admission.freed(at_s, replica) if self._queues else actions
+        return actions + self._admission.capacity_freed(at_s, replica) if self._queues else actions
 
     def planned(self, at_s: float) -> list[Action]:
         actions: list[Action] = []
         for pair_target in list(self._table.groups.values()):
             actions += self.admit(at_s, pair_target)
         actions += self.retry_held(at_s, self.held.models())
-        return actions + self._admission.retry(at_s)
+        return actions + self._admission.retry_all(at_s)
 
     def tick(self, at_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -480,7 +480,7 @@ class WaitingRequests:
         if deadline_s is not None:
             expiry_s = min(expiry_s, deadline_s)
         self._sequence += 1
-        request.patience = self._sequence
+        request.wait_number = self._sequence
         heappush(self._expiries, (expiry_s, self._sequence, request.request.id))
         if len(self._expiries) > self._most:
             self._expiries = [expiry for expiry in self._expiries if self._waits(*expiry[1:]) is not None]
@@ -513,6 +513,11 @@ class WaitingRequests:
     def _waits(self, sequence: int, name: str) -> RequestState | None:
         """Whom a note is about, while it is about the present wait."""
         request = self._open.get(name)
-        if request is None or request.state == RUNNING or request.patience != sequence or request.held_s < 0:
+        if (
+            request is None
+            or request.state == RUNNING
+            or request.wait_number != sequence
+            or request.held_s < 0
+        ):
             return None
         return request

@@ -42,7 +42,7 @@ class PlacedWork(NamedTuple):
     """A request with the replicas chosen for it. `tokens` of its prompt are computed; `apart`: prefill and decode
     run on different replicas."""
 
-    req: RequestState
+    request: RequestState
     tokens: int
     prefills: list[ReplicaState]
     decodes: list[ReplicaState]
@@ -97,7 +97,7 @@ class TokenBalance(BalanceRule):
         )
 
     def loads(self, work: PlacedWork) -> tuple[float, float]:
-        return float(work.tokens) if work.apart else 0.0, float(work.req.total_tokens)
+        return float(work.tokens) if work.apart else 0.0, float(work.request.total_tokens)
 
 
 class LearnedBalance(BalanceRule):

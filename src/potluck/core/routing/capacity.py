@@ -458,7 +458,7 @@ class TenantPlacement:
         seconds = [t for t in near if t.view not in apart and self._room.fits(t, request, DECODE)]
         if not seconds:
             return None
-        if request.place is None:
+        if request.position is None:
             self._room.seen(request)
         return first_target, min(seconds, key=lambda t: (t.load * t.pace, _open(t)))
 

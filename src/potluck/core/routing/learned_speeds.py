@@ -64,8 +64,8 @@ class LearnedSpeeds:
         if self._learns and (
             replica.open_requests < MAX_TIMED_REQUESTS or replica.done_prompts % SAMPLE_EVERY == 0
         ):
-            request.watched_s = at_s
-            request.watched = (replica.done_s, replica.done_prompts, replica.open_requests)
+            request.timed_since_s = at_s
+            request.timing_start = (replica.done_s, replica.done_prompts, replica.open_requests)
 
     def computed(self, at_s: float, request: RequestState, replica: ReplicaState) -> None:
         """A prompt was computed on its decode replica. The time shows whether the replica has changed, unless
@@ -74,7 +74,7 @@ class LearnedSpeeds:
         request.sent = (-1.0, 0.0, 0)
         if planned_s >= 0:
             self._fleet.learn(at_s, replica, at_s - sent_s, planned_s, False)
-            if request.charges:
+            if request.added_loads:
                 _update_target_paces(request)
 
     def _planned_s(self, request: RequestState, replica: ReplicaState) -> float:
@@ -93,29 +93,29 @@ class LearnedSpeeds:
         """A timed prompt was computed or handed over. `tells`: its time counts; the time of a link between regions
         does not."""
         if tells:
-            done_s, prompts, others = request.watched
+            done_s, prompts, others = request.timing_start
             counts = others < SAMPLE_FROM_REQUESTS or prompts % SAMPLE_EVERY == 0
-            self._fleet.learn(at_s, replica, at_s - request.watched_s, replica.done_s - done_s, counts)
+            self._fleet.learn(at_s, replica, at_s - request.timed_since_s, replica.done_s - done_s, counts)
             _update_target_paces(request)
-        request.watched_s = -1.0
+        request.timed_since_s = -1.0
 
     def ended(self, at_s: float, request: RequestState, output_tokens: int) -> None:
         self.answered(request, output_tokens)
         replica = request.last
         if replica is None or replica.facts is None:
             return
-        done_s, prompts, others = request.watched
+        done_s, prompts, others = request.timing_start
         steps = output_tokens - request.streamed_tokens - 1 - (replica.done_prompts - prompts)
         planned_s = replica.done_s - done_s
         if steps > 0:
             planned_s += steps * replica.facts.batch_step_s(0.5 * (others + replica.open_requests))
         counts = others < SAMPLE_FROM_REQUESTS or prompts % SAMPLE_EVERY == 0
-        self._fleet.learn(at_s, replica, at_s - request.watched_s, planned_s, counts)
+        self._fleet.learn(at_s, replica, at_s - request.timed_since_s, planned_s, counts)
         if not counts:
             return
         facts, gaps = self._models.get(request.request.model), output_tokens - request.streamed_tokens - 1
         if facts is not None and facts.slo is not None and gaps > 0:
-            self._fleet.answered(replica, at_s - request.watched_s > gaps * facts.slo.tpot_s)
+            self._fleet.answered(replica, at_s - request.timed_since_s > gaps * facts.slo.tpot_s)
         _update_target_paces(request)
 
     def finished_untimed(self, request: RequestState, output_tokens: int) -> None:
@@ -147,5 +147,5 @@ class LearnedSpeeds:
 
 
 def _update_target_paces(request: RequestState) -> None:
-    for target, _ in request.charges:
+    for target, _ in request.added_loads:
         target.update_paces()

@@ -140,11 +140,11 @@ class LinkStates:
             transfers.append((source.replica, target.replica, size))
             for name in (source.replica, target.replica):
                 self._card_bytes[name] = self._card_bytes.get(name, 0.0) + size
-        request.cargo = tuple(transfers)
+        request.transfers = tuple(transfers)
 
     def segment_handed_over(self, request: RequestState, going_on: bool) -> None:
         """A segment of a request was handed over; with `going_on` it was not the last one."""
-        if request.cargo:
+        if request.transfers:
             self._complete_transfers(request, request.done - 1)
         if request.link and not going_on:
             self.complete_crossing(request)
@@ -152,12 +152,12 @@ class LinkStates:
     def request_ended(self, request: RequestState) -> None:
         if request.link:
             self.complete_crossing(request)
-        if request.cargo:
+        if request.transfers:
             self._complete_transfers(request)
 
     def _complete_transfers(self, request: RequestState, segment: int | None = None) -> None:
         """Complete the transfer after one segment, or all of the request's transfers."""
-        transfers = list(request.cargo)
+        transfers = list(request.transfers)
         for index in range(len(transfers)) if segment is None else (segment,):
             source, target, size = transfers[index]
             for name in (source, target) if size else ():
@@ -167,7 +167,7 @@ class LinkStates:
                 else:
                     del self._card_bytes[name]
             transfers[index] = (source, target, 0.0)
-        request.cargo = () if segment is None else tuple(transfers)
+        request.transfers = () if segment is None else tuple(transfers)
 
     @property
     def open_bytes(self) -> float:

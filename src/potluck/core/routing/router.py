@@ -279,7 +279,7 @@ class Router:
         if capacity is None or request.attempt:
             return picked_target
         has_low_load = replica is not None and not capacity.several and easy(replica)
-        if not has_low_load and request.place is None:
+        if not has_low_load and request.position is None:
             capacity.seen(request)
         if self.learns and phase == WHOLE and replica is not None and request.prompt_tokens > replica.easy[1]:
             yielding_target = self.deadlines.yielding_target(balancer, replica, request)
@@ -379,7 +379,7 @@ class Router:
             self._send_to_replica(request, high_replica)
             return SENT
         splits = self._facts.splits.get(low_replica.member.template) if self._policy.split else None
-        if self._by_load and not request.charges:
+        if self._by_load and not request.added_loads:
             self._add_load(request, target, request.prompt_tokens, [low_replica], [high_replica])
         target.busy = busier(target.busy, target.prefills)
         low_tokens = prompt_tokens = request.prompt_tokens
@@ -406,7 +406,7 @@ class Router:
         self._start_hand_over(request, low_replica, high_replica, low_tokens)
         return SENT
 
-    # The load of a request on its targets, under balances by load; `charges` records it for its removal.
+    # The load of a request on its targets, under balances by load; `added_loads` records it for its removal.
 
     def _add_load(
         self, request: RequestState, target: Target, tokens: int, prefills: Views, decodes: Views
@@ -417,7 +417,7 @@ class Router:
         else:
             work = PlacedWork(request, tokens, prefills, decodes, self._answer_tokens(request), False)
             prompt_load, answer_load = self._rule.loads(work)
-        request.charges = ((target, prompt_load), (target, answer_load))
+        request.added_loads = ((target, prompt_load), (target, answer_load))
         target.load += prompt_load
         target.load += answer_load
 
@@ -432,7 +432,7 @@ class Router:
         answer_s = answer_tokens * facts.decode_step_s / max(1, facts.decode_batch)
         target.load += prompt_s
         target.load += answer_s
-        request.charges = ((target, prompt_s), (target, answer_s))
+        request.added_loads = ((target, prompt_s), (target, answer_s))
 
     def _add_load_apart(
         self, request: RequestState, first_target: Target, second_target: Target, tokens: int
@@ -443,8 +443,8 @@ class Router:
             request, tokens, [first_target.view], [second_target.view], self._answer_tokens(request), True
         )
         loads = self._rule.loads(work)
-        request.charges = ((first_target, loads[0]), (second_target, loads[1]))
-        for target, load in request.charges:
+        request.added_loads = ((first_target, loads[0]), (second_target, loads[1]))
+        for target, load in request.added_loads:
             target.load += load
 
     def _answer_tokens(self, request: RequestState) -> float:

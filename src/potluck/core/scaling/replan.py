@@ -185,7 +185,8 @@ class PeriodicReplan(rule.Scaler):
         if not reasons and at_s - self._asked_s >= self._policy.global_window_s:
             reasons.append("prices and nodes may have changed")
         if not reasons or not observed.models:
-            explanation = f"no rate moved by {MIN_RATE_CHANGE:.0%}, no length by {MIN_LENGTH_CHANGE:.0%}, or not beyond noise"
+            limits = f"no rate moved by {MIN_RATE_CHANGE:.0%}, no length by {MIN_LENGTH_CHANGE:.0%}"
+            explanation = f"{limits}, or not beyond noise"
             self._notes.say("replan", explanation)
             return ()
         self._asked_s, self._market_changed = at_s, False

@@ -1,4 +1,4 @@
-"""A request on its way: where it was sent, what of it is done, and what it weighs on replicas meanwhile."""
+"""A request in progress: its route, the segments that are done, and the load that it adds to replicas."""
 
 from __future__ import annotations
 
@@ -14,76 +14,79 @@ RUNNING: Final = 0
 HELD: Final = 1
 WAITING: Final = 2
 QUEUED: Final = 3
-"""Sent; held because nothing is ready; waiting for a turn on a pair's low-end replica; waiting for room anywhere."""
+"""Sent to a replica; held because none is ready; waiting for a place on a pair's low-end replica; queued for room
+anywhere."""
 
-Kind = tuple[int, int]  # Bucket and length class: requests of one kind may go to the same replicas.
+RequestKind = tuple[int, int]  # (bucket, length class): requests of one kind can go to the same replicas.
 
 NOWHERE: Final[frozenset[str]] = frozenset()
 
 
 class RequestState:
-    """One accepted request. What few change is the class's, so making one is cheap; what all look at comes first."""
+    """One accepted request. Fields that rarely change are class attributes, so that making one is cheap."""
 
     request: Request
     prompt_tokens: int
-    """The user's prompt and what was streamed before the last failure."""
+    """Tokens of the user's prompt, and those streamed before the last failure."""
     total_tokens: int
-    """The longest it can get, which is what it counts for where it decodes; the same on every attempt."""
+    """The longest context that the request can reach, which its decode replica counts; the same on every attempt."""
     state = HELD
     attempt = 0
     earlier: tuple[tuple[ReplicaState, int], ...] = ()
-    """Segments before the last: where, and how many tokens count as open there."""
+    """(replica, open prompt tokens) of the segments before the last."""
     done = 0
     last: ReplicaState | None = None
     last_tokens = 0
-    """Prompt tokens open there; 0 once the first token came."""
-    charges: tuple[tuple[Target, float], ...] = ()
-    """What balances by load counted for it: where, and how much."""
+    """Open prompt tokens on the last replica; 0 after the first token."""
+    added_loads: tuple[tuple[Target, float], ...] = ()
+    """(target, load) that balances by load added for this request."""
     first_s = -1.0
-    watched_s = -1.0
-    """Since when its replica is timed on what it does; below 0 when it is not."""
-    watched: tuple[float, int, int] = (0.0, 0, 0)
-    """That replica's `done_s`, `done_prompts` and open requests then."""
+    timed_since_s = -1.0
+    """Start of the present timing of its replica; below 0 when it is not timed."""
+    timing_start: tuple[float, int, int] = (0.0, 0, 0)
+    """The replica's `done_s`, `done_prompts` and open requests at that time."""
     sent: tuple[float, float, int] = (-1.0, 0.0, 0)
-    """When it was sent to where it is computed whole, and that replica's `done_s` and `done_prompts` then."""
+    """(dispatch time, the replica's `done_s` and `done_prompts` then) of a request that one replica computes
+    whole."""
     mixed: tuple[ReplicaState, ...] = ()
-    """Replicas that count it among its tenant's."""
+    """Replicas that count the request for its tenant."""
     long = False
-    """Whether it has a long prompt there that is not computed."""
+    """Whether it has a long prompt that is not computed yet."""
     heavy = False
     """Whether its tenant sends little but long prompts (`core/routing/isolation.py`)."""
     light_tokens = 0
     """Of its prompt, not computed where it was sent first, if its tenant is not heavy."""
     yielding: tuple[ReplicaState, int] | None = None
-    """Where its prompt lets others go before it, and how many tokens that is (`core/routing/deadlines.py`)."""
+    """(replica, tokens) of a prompt that yields to others (`core/routing/deadlines.py`)."""
     link = ""
     """The link between regions that its KV has yet to cross, as `source->target`."""
-    cargo: tuple[tuple[str, str, float], ...] = ()
-    """From whom to whom KV goes after each of its earlier segments, and how much; only of prompts with prefixes."""
+    transfers: tuple[tuple[str, str, float], ...] = ()
+    """(source, target, bytes) of the KV transfer after each earlier segment; only of prompts with prefixes."""
     pair: Target | None = None
-    """The pair whose low-end replica it is in, or waits for."""
+    """The pair whose low-end replica it uses or waits for."""
     route: Route | None = None
     held_s = -1.0
-    """Since when it is held or waits; below 0 when it did not since it was last sent."""
-    heard_s = 0.0
-    """When it was last sent, or last said to be under way."""
+    """Start of its present wait; below 0 when it has not waited since it was last sent."""
+    last_seen_s = 0.0
+    """Time of its last dispatch, or of the last report that it is running."""
     streamed_tokens = 0
     lost_on: frozenset[str] = NOWHERE
-    """Replicas that were lost, or seemed so, while it was there."""
+    """Replicas that were lost, or suspected lost, while it ran there."""
     failed_by: frozenset[str] = NOWHERE
     """Replicas and links (`source->target`) that failed it."""
     avoid: frozenset[str] = NOWHERE
-    """Where it is not to go: those, and failure domains that may be dying."""
+    """Replicas, links and failure domains that it must not use: those that failed it, and domains that may be
+    failing."""
     failures = 0
-    """Those that may be its own fault."""
+    """Failures that the request itself may have caused."""
     losses = 0
-    patience = 0
-    """Which of the notes on when waiting ends is its latest (`recovery.Held`)."""
-    recalled = ""
-    """The link that its attempt was recalled from; its driver is to say where the user is."""
-    place: QueuePosition | None = None
+    wait_number = 0
+    """Number of its latest expiry entry in `WaitingRequests`."""
+    recalled_from = ""
+    """The link that its attempt was recalled from, until the driver reports how far the answer got."""
+    position: QueuePosition | None = None
     rho = 0.0
-    """Prompt tokens for each output token that it counts for there."""
+    """Prompt tokens per output token that its tenant counts for on its replicas."""
     weight = 1.0
 
     def __init__(self, request: Request) -> None:
@@ -97,56 +100,61 @@ class RequestState:
 
     def run(self) -> Run:
         assert self.route is not None
-        # One is made for every request, and the constructor of a named tuple is an interpreted function.
+        # Made for every request; a named tuple's constructor is an interpreted function.
         tokens = self.prompt_tokens, self.streamed_tokens
         yields = self.yielding is not None
         return tuple.__new__(Run, (self.request.id, self.route, self.attempt, *tokens, self.weight, yields))
 
     def leaves_region(self) -> bool:
-        """Whether its present segment's KV goes to another region: until it has crossed it counts where it lies."""
+        """Whether its present segment's KV goes to another region; until it has crossed, the segment counts on its
+        replica."""
         onto = self.earlier[self.done + 1][0] if self.done + 1 < len(self.earlier) else self.last
         return onto is not None and onto.member.region != self.earlier[self.done][0].member.region
 
     def computed(self) -> tuple[ReplicaState, int]:
-        """The present one of its earlier segments is computed: where, and how many tokens are open there no more."""
-        place = self.done
-        replica, tokens = self.earlier[place]
+        """Mark the present earlier segment computed; returns (replica, tokens that are open there no more)."""
+        segment = self.done
+        replica, tokens = self.earlier[segment]
         if tokens:
-            self.earlier = (*self.earlier[:place], (replica, 0), *self.earlier[place + 1 :])
+            self.earlier = (*self.earlier[:segment], (replica, 0), *self.earlier[segment + 1 :])
         return replica, tokens
 
     def views(self) -> list[ReplicaState]:
-        """Where it is under way, later segments included; nowhere when it was not sent."""
+        """The replicas of its present and later segments; empty when it is not sent."""
         if self.state != RUNNING or self.last is None:
             return []
         return [*(replica for replica, _ in self.earlier[self.done :]), self.last]
 
     def avoids(self, replica: ReplicaState) -> bool:
-        """Whether a replica, or a domain it is in, is one not to go to. Asked only of those that failed before."""
+        """Whether a replica, or a failure domain of it, is to be avoided; only asked after a failure."""
         return replica.member.lies_in(self.avoid)
 
     def workers(self) -> list[str]:
-        """Replicas that still work on it, those of later segments included."""
+        """The replicas that still work on the request, later segments included."""
         return list(dict.fromkeys(replica.member.id for replica in self.views()))
 
 
 class QueuePosition:
-    __slots__ = ("kind", "level", "req", "since_s", "stamp", "tenant", "work")
+    """A request's place in the admission queue."""
+
+    """A request's place in the admission queue."""
+
+    __slots__ = ("kind", "level", "request", "since_s", "stamp", "tenant", "work")
 
     def __init__(
         self,
         request: RequestState,
         tenant: str,
         level: int,
-        kind: Kind,
+        kind: RequestKind,
         work: float,
         since_s: float,
         stamp: int,
     ) -> None:
-        self.req = request
+        self.request = request
         self.tenant = tenant
         self.level = level
         self.kind = kind
-        self.work = work  # What it asks for, in prompt tokens.
+        self.work = work  # Its work in prompt tokens.
         self.since_s = since_s
         self.stamp = stamp
