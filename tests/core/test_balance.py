@@ -48,7 +48,7 @@ def test_least_loaded_index_picks_the_least_loaded_target(steps: list[tuple[str,
         elif what == "heavier":
             target.load += number
         elif what == "lighter":
-            target.lighten(number)
+            target.remove_load(number)
         picked_target = index.pick()
         assert (picked_target is None) == (not weights)
         assert index.total == pytest.approx(sum(weights.values()))

@@ -30,7 +30,7 @@ from potluck.core.state.actions import Run
 from potluck.core.state.facts import FleetFacts, GroupFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
-from potluck.core.state.targets import PrefillUtilization, busier
+from potluck.core.state.targets import PrefillUtilization, update_utilization
 from potluck.core.values.plan import ReplicaSpec, Template, TemplateFlow, plan_from_json, plan_to_json
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Role, Slo
@@ -123,9 +123,9 @@ def test_step_time_is_linear_between_its_two_known_batch_sizes() -> None:
 def test_busy_share_converges_to_the_share_of_arrivals_that_find_work() -> None:
     busy, idle, at_work = 0.0, replica_state("p", "prefill"), replica_state("p", "prefill", 1, 500)
     for number in range(1000):
-        busy = busier(busy, [at_work if number % 4 == 0 else idle])
+        busy = update_utilization(busy, [at_work if number % 4 == 0 else idle])
     assert busy == pytest.approx(0.25, abs=0.02)
-    assert busier(0.0, [idle, at_work]) == pytest.approx(0.5 / 64)
+    assert update_utilization(0.0, [idle, at_work]) == pytest.approx(0.5 / 64)
 
 
 def test_combo_without_opportunistic_runs_uses_only_prefill_to_decode_routes() -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from potluck.core.routing.learned_speeds import STALE_AFTER_S
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FirstToken, RequestFinished, Tick
-from potluck.core.state.fleet import LEAST, MOST, FleetState
+from potluck.core.state.fleet import MAX_PACE, MIN_PACE, FleetState
 from potluck.core.state.policy import Policy
-from potluck.core.state.targets import LATE, MANY
+from potluck.core.state.targets import FULL_PENALTY_LATE_SHARE, LATE_ANSWER_PENALTY
 from potluck.core.values.plan import ReplicaSpec
 from potluck.core.values.types import Slo
 
@@ -50,13 +50,13 @@ def test_learned_pace_and_late_share_stay_bounded_and_decay(
     replica = fleet.views["r"]
     for observed_s, planned_s, late, fades in said:
         fleet.learn(0.0, replica, observed_s, planned_s)
-        fleet.answered(replica, late)
+        fleet.observe_answer(replica, late)
         if fades:
-            fleet.fade(0.0, replica)
-        assert LEAST <= replica.pace <= MOST
+            fleet.decay(0.0, replica)
+        assert MIN_PACE <= replica.pace <= MAX_PACE
         assert 0.0 <= replica.late_share <= 1.0
     for _ in range(64):
-        fleet.fade(0.0, replica)
+        fleet.decay(0.0, replica)
     assert replica.pace == pytest.approx(1.0, rel=1e-6)
     assert replica.late_share < 1e-6
 
@@ -113,8 +113,8 @@ def test_late_answers_raise_the_load_weight_of_a_replica() -> None:
     serve_requests(world, first, 4.0, 4)
     view, target = world.brain.fleet.views[first], world.brain.table.singles[first]
     assert view.late_share > 0
-    counted = view.late_share * min(1.0, view.late_share / MANY)
-    assert target.pace == pytest.approx(view.pace * (1.0 + LATE * counted))
+    counted = view.late_share * min(1.0, view.late_share / FULL_PENALTY_LATE_SHARE)
+    assert target.pace == pytest.approx(view.pace * (1.0 + LATE_ANSWER_PENALTY * counted))
     assert target.pace > view.pace
 
 

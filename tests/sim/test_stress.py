@@ -213,7 +213,7 @@ def test_only_changed_replicas_are_checked_again_for_room(monkeypatch: pytest.Mo
     counting(0)
     first = run_served(plan, workload)
     counting(1)
-    monkeypatch.setattr(FleetState, "_eased", lambda fleet, view: setattr(view, "eased", 1 << 60))
+    monkeypatch.setattr(FleetState, "_count_change", lambda fleet, view: setattr(view, "eased", 1 << 60))
     second = run_served(plan, workload)
     for name in ("outcome", "first_token_s", "finish_s"):
         assert np.array_equal(getattr(first.records, name), getattr(second.records, name), equal_nan=True)

@@ -234,7 +234,7 @@ class Requests:
     def _hand_on(self, at_s: float, request: RequestState) -> list[Action]:
         replica, tokens = request.earlier[request.done]
         if tokens:
-            self._fleet.handed(replica, tokens)
+            self._fleet.handed_over(replica, tokens)
         else:
             self._fleet.close(replica, 0, 0)
         request.done += 1
@@ -259,7 +259,7 @@ class Requests:
             self._router.deadlines.stop_yielding(request)
         if len(request.added_loads) == 2:
             (target, load), rest = request.added_loads
-            target.lighten(load)
+            target.remove_load(load)
             request.added_loads = (rest,)
 
     def first_token(self, at_s: float, event: told.FirstToken) -> list[Action]:
@@ -295,7 +295,7 @@ class Requests:
             self._ended_before, self._ended = self._ended, set()
         last_replica = request.last
         if last_replica is not None and last_replica.strikes:
-            self._fleet.answered_again(last_replica)
+            self._fleet.clear_strikes(last_replica)
         if request.mixed:
             self._tenants.isolation.answered(request, event.output_tokens)
         if last_replica is not None and request.first_s >= 0 and (crowded(last_replica) or request.heavy):
@@ -347,7 +347,7 @@ class Requests:
             self._router.links.request_ended(request)
         if request.added_loads:
             for target, load in request.added_loads:
-                target.lighten(load)
+                target.remove_load(load)
             request.added_loads = ()
         actions = self._leave_pair(at_s, request) if request.pair is not None else []
         if self._queues and last_replica is not None:
@@ -405,7 +405,7 @@ class Requests:
         group = self._table.groups.get(unit)
         self._table.update(unit, replica)
         if self._bounded:
-            self._fleet.bound(replica, self._room.easiness(replica))
+            self._fleet.set_easy_limits(replica, self._room.easiness(replica))
         actions = self.admit(at_s, group) if group is not None and group.waiting else []
         return actions + self._admission.capacity_freed(at_s, replica) if self._queues else actions
 

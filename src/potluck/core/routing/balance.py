@@ -21,7 +21,7 @@ from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.state.facts import BLOCK_TOKENS, ReplicaFacts
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RequestState
-from potluck.core.state.targets import PLAIN, Target, avoided
+from potluck.core.state.targets import PLAIN, Target, is_avoided
 
 # Picks tried for a target outside `request.avoid`; then all targets are compared.
 MAX_PICKS_TO_AVOID_FAILURE: Final = 4
@@ -236,9 +236,9 @@ class LeastLoaded:
 def pick_unfailed(balancer: Balancer, request: RequestState) -> Target | None:
     for _ in range(MAX_PICKS_TO_AVOID_FAILURE):
         target = balancer.pick()
-        if target is not None and not avoided(target, request.avoid):
+        if target is not None and not is_avoided(target, request.avoid):
             return target
-    allowed_targets = [target for target in balancer.members() if not avoided(target, request.avoid)]
+    allowed_targets = [target for target in balancer.members() if not is_avoided(target, request.avoid)]
     return min(
         allowed_targets, key=lambda allowed_target: allowed_target.load * allowed_target.pace, default=None
     )

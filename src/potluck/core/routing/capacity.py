@@ -135,7 +135,7 @@ class ReplicaCapacity:
             phase = DECODE if request.route.segments[-1].start >= request.prompt_tokens else SPLIT
         reckoned_s = self.gap_s(replica, request, replica.facts, replica.open_requests, phase)
         if reckoned_s > 0:
-            self._fleet.gap(replica, (at_s - request.first_s) / (tokens - 1) / reckoned_s)
+            self._fleet.observe_gap(replica, (at_s - request.first_s) / (tokens - 1) / reckoned_s)
 
     # Whether it fits.
 

@@ -115,7 +115,7 @@ class LearnedSpeeds:
             return
         facts, gaps = self._models.get(request.request.model), output_tokens - request.streamed_tokens - 1
         if facts is not None and facts.slo is not None and gaps > 0:
-            self._fleet.answered(replica, at_s - request.timed_since_s > gaps * facts.slo.tpot_s)
+            self._fleet.observe_answer(replica, at_s - request.timed_since_s > gaps * facts.slo.tpot_s)
         _update_target_paces(request)
 
     def finished_untimed(self, request: RequestState, output_tokens: int) -> None:
@@ -142,7 +142,7 @@ class LearnedSpeeds:
             for replica in self._fleet.views.values()
             if replica.planned_s > 0
             and at_s - replica.learned_s >= STALE_AFTER_S
-            and self._fleet.fade(at_s, replica)
+            and self._fleet.decay(at_s, replica)
         ]
 
 

@@ -25,7 +25,7 @@ from potluck.core.state.events import LinkReported
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RequestState
-from potluck.core.state.targets import prefilled_s
+from potluck.core.state.targets import prefill_done_s
 from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.route import Route
 from potluck.core.values.types import Codec
@@ -254,7 +254,7 @@ class LinkAvoidance:
         if first_target is None:
             return False
         # Transfers overlap with the prefill of other prompts.
-        remote_s = max(prefilled_s(first_target, request.prompt_tokens), delay_s)
+        remote_s = max(prefill_done_s(first_target, request.prompt_tokens), delay_s)
         return (
             self._local_prefill_s(request, route_options, routes, request.prompt_tokens) + max_delay_s
             < remote_s
@@ -287,7 +287,7 @@ class LinkAvoidance:
             if choice is None or first_target is None:
                 continue
             delay_s = self._links.delay_s(route_option.source, route_option.target, request)
-            remote_s = max(prefilled_s(first_target, choice.there_tokens), delay_s)
+            remote_s = max(prefill_done_s(first_target, choice.there_tokens), delay_s)
             if remote_s + MIN_TIME_SAVED_S < self._local_prefill_s(
                 request, route_options, routes, choice.here_tokens
             ):
@@ -325,5 +325,5 @@ class LinkAvoidance:
             if target is not None and (
                 route_option.decodes is not None or capacity is None or capacity.fits(target, request)
             ):
-                prefill_times_s.append(prefilled_s(target, tokens))
+                prefill_times_s.append(prefill_done_s(target, tokens))
         return min(prefill_times_s, default=inf)

@@ -34,7 +34,15 @@ from potluck.core.state.events import LinkReported
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import NOWHERE, RUNNING, WAITING, RequestState
-from potluck.core.state.targets import COMBO, PLAIN, Target, avoided, busier, seconds_per_token, unavoided
+from potluck.core.state.targets import (
+    COMBO,
+    PLAIN,
+    Target,
+    is_avoided,
+    seconds_per_token,
+    update_utilization,
+    without_avoided,
+)
 from potluck.core.values.kv import codecs_between
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import Route, Segment, handed_over
@@ -303,7 +311,7 @@ class Router:
         target = balancer.pick()
         if target is None:
             return None
-        if request.avoid and avoided(target, request.avoid):
+        if request.avoid and is_avoided(target, request.avoid):
             target = pick_unfailed(balancer, request)
             if target is None:
                 return None
@@ -332,8 +340,8 @@ class Router:
 
     def _send_to_combo(self, target: Target, request: RequestState) -> None:
         prefills, decodes = (
-            unavoided(target.prefills, request.avoid),
-            unavoided(target.decodes, request.avoid),
+            without_avoided(target.prefills, request.avoid),
+            without_avoided(target.decodes, request.avoid),
         )
         target.turn += 1
         if prefills[0].role == "mixed":  # No replica is left in the prefill role.
@@ -346,7 +354,7 @@ class Router:
                 decodes[target.turn % len(decodes)],
             )
         else:
-            target.busy = busier(target.busy, prefills)
+            target.busy = update_utilization(target.busy, prefills)
             utilization = target.usage.seen(request.request.arrival_s, request.prompt_tokens, prefills)
             whole_replica = opportunistic.whole_request_replica(
                 prefills, decodes, opportunistic.next_step_seconds, target.busy
@@ -370,8 +378,8 @@ class Router:
     def send_to_pair(self, target: Target, request: RequestState) -> RoutingResult:
         """Split a prompt between a pair's two sides, or queue it for a place on the low-end one."""
         low_replicas, high_replicas = (
-            unavoided(target.prefills, request.avoid),
-            unavoided(target.decodes, request.avoid),
+            without_avoided(target.prefills, request.avoid),
+            without_avoided(target.decodes, request.avoid),
         )
         low_replica = min(low_replicas, key=lambda replica: replica.open_prefill_tokens)
         high_replica = min(high_replicas, key=opportunistic.fullness)
@@ -381,7 +389,7 @@ class Router:
         splits = self._facts.splits.get(low_replica.member.template) if self._policy.split else None
         if self._by_load and not request.added_loads:
             self._add_load(request, target, request.prompt_tokens, [low_replica], [high_replica])
-        target.busy = busier(target.busy, target.prefills)
+        target.busy = update_utilization(target.busy, target.prefills)
         low_tokens = prompt_tokens = request.prompt_tokens
         if splits is not None:
             low_tokens = self._low_end_tokens(low_tokens, splits, split.high_end_load(high_replica))

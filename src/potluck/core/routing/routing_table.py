@@ -171,7 +171,7 @@ class RoutingTable:
         if self._home and self.rule.in_seconds and target is not None and status is not None:
             other_requests = max(0, status.queued + status.running - replica.open_requests)
             before_s, target.others_s = target.others_s, other_requests * self.request_s(target)
-            target.lighten(before_s - target.others_s)
+            target.remove_load(before_s - target.others_s)
 
     def set_mean_lengths(self, model: str, lengths: MeanLengths) -> None:
         self._mean_lengths[model] = lengths
@@ -187,7 +187,7 @@ class RoutingTable:
             for target in (self.singles.get(replica.member.id), self.groups.get(replica.member.unit)):
                 if target is not None:
                     target.update_paces()
-                    target.lighten(0.0)
+                    target.remove_load(0.0)
 
     def options(self, routes: ModelRoutes, bucket: int, total_tokens: int) -> RouteOptions:
         """The route options of a bucket for requests of up to this many tokens. The caller checks the model's

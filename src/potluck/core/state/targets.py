@@ -1,4 +1,4 @@
-"""What a request can be sent to: one replica that does all, a combo, or a pair.
+"""Targets of requests: a single replica, a combo, or a pair.
 
 A combo (CAUCHY) has prefill and decode replicas, a pair (CRONUS) low-end and high-end ones, chosen per request."""
 
@@ -12,8 +12,8 @@ from potluck.core.state.fleet import ReplicaState, TemplateCopy
 from potluck.core.values.plan import Template
 from potluck.core.values.route import Route, aggregated
 
-MEMORY: Final = 64  # Arrivals over which `busy` is averaged.
-MOST_BUSY: Final = 0.99
+UTILIZATION_ARRIVALS: Final = 64  # Arrivals over which the utilization is averaged.
+MAX_UTILIZATION: Final = 0.99
 
 
 PLAIN: Final = 0
@@ -21,20 +21,22 @@ COMBO: Final = 1
 PAIR: Final = 2
 
 
-LATE: Final = 8.0  # How much slower a replica counts whose answers all miss their objective.
-MANY: Final = 0.2  # A smaller share of them counts for less than in proportion: bursts happen to anybody.
+# Factor by which a replica counts slower when all its answers miss the TPOT objective.
+LATE_ANSWER_PENALTY: Final = 8.0
+# Smaller shares of late answers count less than in proportion, as bursts are common.
+FULL_PENALTY_LATE_SHARE: Final = 0.2
 ROUNDING: Final = 1e-9
-ALIKE: Final = 0.1  # A pace so near to the planned one counts as that: what is learned scatters as much.
+PACE_TOLERANCE: Final = 0.1  # Paces this close to 1 count as 1: the noise of learned paces is as large.
 
 
 class LoadIndex(Protocol):
-    """Something that keeps targets in order of their load."""
+    """An index of targets by load."""
 
     def lower_key(self, target: Target) -> None: ...
 
 
 def kind_of(template: Template) -> int:
-    """Replicas that were planned to work together are one target."""
+    """The target kind of a template: replicas that were planned to work together are one target."""
     roles = {replica.role for replica in template.replicas}
     if template.kind == "pair" and "prefill" in roles and len(roles) > 1:
         return PAIR
@@ -44,7 +46,7 @@ def kind_of(template: Template) -> int:
 
 
 class Target:
-    """One of them. Its lists hold replicas that serve, by their present role."""
+    """One target. Its lists hold the replicas that serve, by their present role."""
 
     def __init__(self, kind: int, unit: str, replica: ReplicaState | None = None) -> None:
         self.kind = kind
@@ -54,29 +56,33 @@ class Target:
         """Made once: a plain target's route is the same for every request."""
         self.prefills: list[ReplicaState] = []  # A combo's prefill replicas; a pair's low-end ones.
         self.decodes: list[ReplicaState] = []
-        """A combo's decode replicas; a pair's high-end ones. Mixed ones count as these."""
-        self.busy = 0.0  # Share of arrivals that lately found its prefill replicas at work.
+        """A combo's decode replicas, mixed ones included; a pair's high-end ones."""
+        self.busy = 0.0  # Recent share of arrivals that found its prefill replicas busy.
         self.usage = PrefillUtilization()
-        self.turn = 0  # Counts requests, for plain round robin inside.
-        self.load = 0.0  # Open work, in the unit of the balance that counts it.
-        self.others_s = 0.0  # Of that, other gateways' work, as a replica said last.
-        self.pace = 1.0  # What is learned of how long that takes, against its unit (`learned_speeds.py`).
+        self.turn = 0  # Number of requests, for round robin inside.
+        self.load = 0.0  # Open work, in the unit of the balance rule.
+        self.others_s = 0.0  # Part of `load`: other gateways' work, by the replica's last report.
+        self.pace = 1.0  # Learned pace of that work (`learned_speeds.py`).
         self.indexes: list[LoadIndex] = []
-        self.in_low = 0  # Requests whose first part is in a pair's low-end replicas.
+        self.in_low = 0  # Requests whose first part runs on a pair's low-end replicas.
         self.waiting: deque[str] = deque()  # Requests that wait for a place there, in order of arrival.
 
-    def lighten(self, load: float) -> None:
+    def remove_load(self, load: float) -> None:
         self.load -= load
-        if -ROUNDING < self.load < ROUNDING:  # else who is idle is told apart by what rounding left
+        if -ROUNDING < self.load < ROUNDING:  # Otherwise rounding errors would order idle targets.
             self.load = 0.0
         for index in self.indexes:
             index.lower_key(self)
 
     def update_paces(self) -> None:
-        """Take over the pace of its replicas; of a group's two sides that of the slower one."""
+        """Update the pace from its replicas; of a group's two sides the slower one counts."""
         replica = self.view
-        pace = _strain(replica) if replica is not None else max(_pace(self.prefills), _pace(self.decodes))
-        self.pace = 1.0 if abs(pace - 1.0) < ALIKE else pace
+        pace = (
+            _penalized_pace(replica)
+            if replica is not None
+            else max(_side_pace(self.prefills), _side_pace(self.decodes))
+        )
+        self.pace = 1.0 if abs(pace - 1.0) < PACE_TOLERANCE else pace
 
     def refresh(self, template_copy: TemplateCopy | None) -> None:
         ready = (
@@ -86,7 +92,7 @@ class Target:
         )
         self.prefills = [replica for replica in ready if replica.role == "prefill"]
         self.decodes = [replica for replica in ready if replica.role != "prefill"]
-        if self.kind == COMBO and not self.prefills:  # what is left of it may do both
+        if self.kind == COMBO and not self.prefills:  # The remaining replicas may do both.
             self.prefills = [replica for replica in ready if replica.role == "mixed"]
 
     def views(self) -> list[ReplicaState]:
@@ -97,41 +103,46 @@ class Target:
         return self.kind == PLAIN or bool(self.prefills and self.decodes)
 
 
-def _strain(replica: ReplicaState) -> float:
-    """Its pace, and more while its answers come too slowly: less of its work is worth anything then."""
+def _penalized_pace(replica: ReplicaState) -> float:
+    """The replica's pace, increased while its answers miss the TPOT objective."""
     late = replica.late_share
-    return replica.pace * (1.0 + LATE * late * min(1.0, late / MANY)) if late > 0 else replica.pace
+    return (
+        replica.pace * (1.0 + LATE_ANSWER_PENALTY * late * min(1.0, late / FULL_PENALTY_LATE_SHARE))
+        if late > 0
+        else replica.pace
+    )
 
 
-def _pace(side: list[ReplicaState]) -> float:
+def _side_pace(replicas: list[ReplicaState]) -> float:
     speed = 0.0
-    for replica in side:
-        speed += 1.0 / _strain(replica)
-    return len(side) / speed if side else 1.0
+    for replica in replicas:
+        speed += 1.0 / _penalized_pace(replica)
+    return len(replicas) / speed if replicas else 1.0
 
 
 def intact_share(target: Target, template: Template) -> float:
-    """The share of a group's planned capacity that is ready: its scarcer side's; after flips replicas count alike."""
+    """The share of a group's planned capacity that is ready, by its scarcer side; after flips by the number of
+    replicas."""
     if not target.usable:
         return 0.0
-    planned = len([replica for replica in template.replicas if replica.role == "prefill"])
-    others = len(template.replicas) - planned
-    ready, ready_others = len(target.prefills), len(target.decodes)
+    planned_prefills = len([replica for replica in template.replicas if replica.role == "prefill"])
+    planned_decodes = len(template.replicas) - planned_prefills
+    ready_prefills, ready_decodes = len(target.prefills), len(target.decodes)
     flipped = any(
         replica_state.role != replica_state.member.role for replica_state in target.prefills + target.decodes
     )
     if flipped:
-        there = {replica_state.member.id for replica_state in target.prefills + target.decodes}
-        return min(1.0, len(there) / len(template.replicas))
-    return min(1.0, ready / planned, ready_others / others)
+        ready_ids = {replica_state.member.id for replica_state in target.prefills + target.decodes}
+        return min(1.0, len(ready_ids) / len(template.replicas))
+    return min(1.0, ready_prefills / planned_prefills, ready_decodes / planned_decodes)
 
 
-def prefilled_s(target: Target, tokens: float) -> float:
+def prefill_done_s(target: Target, tokens: float) -> float:
     views = [target.view] if target.view is not None else target.prefills
     return min((replica.open_prefill_tokens + tokens) * seconds_per_token(replica) for replica in views)
 
 
-def avoided(target: Target, avoid: frozenset[str]) -> bool:
+def is_avoided(target: Target, avoid: frozenset[str]) -> bool:
     if target.view is not None:
         return target.view.member.lies_in(avoid)
     return any(
@@ -139,7 +150,7 @@ def avoided(target: Target, avoid: frozenset[str]) -> bool:
     )
 
 
-def unavoided(views: list[ReplicaState], avoid: frozenset[str]) -> list[ReplicaState]:
+def without_avoided(views: list[ReplicaState], avoid: frozenset[str]) -> list[ReplicaState]:
     if not avoid:
         return views
     return [replica for replica in views if not replica.member.lies_in(avoid)] or views
@@ -155,32 +166,33 @@ def _prompt_s(replica: ReplicaState, tokens: int) -> float:
     return fixed_s + tokens * seconds_per_token(replica)
 
 
-def busier(busy: float, prefills: Sequence[ReplicaState]) -> float:
-    at_work = 0
+def update_utilization(utilization: float, prefills: Sequence[ReplicaState]) -> float:
+    busy_replicas = 0
     for replica in prefills:
-        at_work += replica.open_prefill_tokens > 0
-    now = at_work / len(prefills)
-    return busy + (now - busy) / MEMORY
+        busy_replicas += replica.open_prefill_tokens > 0
+    busy_share = busy_replicas / len(prefills)
+    return utilization + (busy_share - utilization) / UTILIZATION_ARRIVALS
 
 
 class PrefillUtilization:
-    """How busy a combo's prefill replicas are: by arrivals that found one at work, or by work between them."""
+    """Utilization of a combo's prefill replicas: the share of arrivals that found one busy, or the work per time
+    between arrivals if higher."""
 
-    __slots__ = ("_count", "_found", "_gap_s", "_last_s", "_work_s")
+    __slots__ = ("_count", "_found_busy", "_gap_s", "_last_s", "_work_s")
 
     def __init__(self) -> None:
         self._count = 0
-        self._found = self._gap_s = self._work_s = self._last_s = 0.0
+        self._found_busy = self._gap_s = self._work_s = self._last_s = 0.0
 
     def seen(self, at_s: float, tokens: int, prefills: Sequence[ReplicaState]) -> float:
-        self._found = busier(self._found, prefills)
+        self._found_busy = update_utilization(self._found_busy, prefills)
         if self._count:
-            part = 1.0 / min(self._count, MEMORY)
+            weight = 1.0 / min(self._count, UTILIZATION_ARRIVALS)
             work_s = sum([_prompt_s(replica, tokens) for replica in prefills]) / len(prefills) ** 2
-            self._gap_s += (max(0.0, at_s - self._last_s) - self._gap_s) * part
-            self._work_s += (work_s - self._work_s) * part
+            self._gap_s += (max(0.0, at_s - self._last_s) - self._gap_s) * weight
+            self._work_s += (work_s - self._work_s) * weight
         self._count += 1
         self._last_s = at_s
-        if self._count <= MEMORY:  # too few gaps were seen
-            return self._found
-        return max(self._found, min(MOST_BUSY, self._work_s / max(self._gap_s, 1e-9)))
+        if self._count <= UTILIZATION_ARRIVALS:  # Too few gaps were observed.
+            return self._found_busy
+        return max(self._found_busy, min(MAX_UTILIZATION, self._work_s / max(self._gap_s, 1e-9)))
