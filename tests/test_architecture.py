@@ -1,4 +1,4 @@
-"""Who may import whom: the table below mirrors the package map in ARCHITECTURE.md.
+"""Import rules between packages, as in the package map of ARCHITECTURE.md.
 
 Imports inside functions and under TYPE_CHECKING count as dependencies too; only for heavy libraries and
 for cycles does it matter whether an import runs when the module loads.

@@ -1,4 +1,4 @@
-"""Machine code on disk that is of no use costs a compilation, never a start."""
+"""Unusable machine code on disk costs a compilation, never a failed start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of lab/papers/results name places and switches; each of them must be there."""
+"""Files and switches named in the paper pages exist."""
 
 from __future__ import annotations
 

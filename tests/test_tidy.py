@@ -1,4 +1,4 @@
-"""Style as a test: short functions, no shortcuts that hide trouble, nothing of one machine."""
+"""Style rules: short functions, no hidden errors, no paths of one machine."""
 
 from __future__ import annotations
 

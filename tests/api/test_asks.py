@@ -1,4 +1,4 @@
-"""OpenAI's bodies: what passes, what is refused and under which name, what is left to the model's defaults."""
+"""OpenAI request bodies: accepted and refused fields, and defaults taken from the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on JSON schemas and patterns: what is refused, at which place, and what is not."""
+"""Limits on JSON schemas and patterns, and the path at which each is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large JSON bodies: read in short steps, as the fast parser reads them, and not beyond the first value too many."""
+"""Large JSON bodies: read in short steps with the results of the fast parser, up to a limit of values."""
 
 from __future__ import annotations
 

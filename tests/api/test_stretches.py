@@ -1,4 +1,4 @@
-"""Texts tokenised stretch by stretch have the tokens of the whole, whatever the tokenizer, the text and the cuts."""
+"""Tokens of cached stretches equal those of the whole text for any tokenizer, text and cuts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts are tokenised in another process; what happens to it does not happen to the server."""
+"""Long texts are tokenised in another process; its failure does not stop the server."""
 
 from __future__ import annotations
 

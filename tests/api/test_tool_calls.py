@@ -1,4 +1,4 @@
-"""Tool calls in text: what is a call and what is content, however the text was cut."""
+"""Parsing of tool calls in text, independent of chunk boundaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools and template variables in requests: what is read, what is refused and under which name."""
+"""Tools and template variables in requests: accepted and refused fields."""
 
 from __future__ import annotations
 

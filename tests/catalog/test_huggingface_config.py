@@ -1,4 +1,4 @@
-"""`config.json` files: what each family means by its keys, quantisation, and every way to be wrong."""
+"""`config.json` files: keys of each model family, quantization, and invalid files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SkyPilot's catalog as prices: what is rented is found, what cannot be used is listed, and plans follow it."""
+"""SkyPilot's catalog as prices: accepted rows, rows left out, and plans that use the prices."""
 
 from __future__ import annotations
 

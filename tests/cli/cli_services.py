@@ -1,4 +1,4 @@
-"""What several tests of commands run: a spec of one model, a small HTTP server, a whole service."""
+"""Helpers of command tests: a spec of one model, a small HTTP server, a running service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files with anything in them, at every place where a command takes one: exit 2 and one line with the file's name."""
+"""Damaged files at every option that takes one: exit code 2 and one line with the file's name."""
 
 from __future__ import annotations
 

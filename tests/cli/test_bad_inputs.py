@@ -1,4 +1,4 @@
-"""Bad inputs, many: each is one line or a few that name the field, exit 2, and nothing is written."""
+"""Invalid inputs: lines that name the field, exit code 2, and no file written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`potluck bench` against a small server: what is asked, shown and refused."""
+"""`potluck bench` against a small server: requests sent, output and refusals."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_weight_format_of_a_run_is_the_used_one_or_noted_as_guessed(
     assert "estimated from other formats: int4 products, weights only on L40S" in capsys.readouterr().out
 
 
-def test_score_refuses_a_file_to_write_the_fit_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_option_refuses_an_output_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(HEAD, encoding="utf-8")
     assert score(str(path), "--out", str(tmp_path / "fit.json")) == 2

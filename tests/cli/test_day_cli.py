@@ -1,4 +1,4 @@
-"""`potluck schedule` and `frontier`: what they print and write, and what they refuse."""
+"""`potluck schedule` and `frontier`: output, written files and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make demo`, a short day: every act shows its answer, no request is lost, nothing stays. And its pure parts."""
+"""`make demo`, shortened: every act is shown, no request is lost, no process is left."""
 
 from __future__ import annotations
 

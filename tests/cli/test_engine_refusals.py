@@ -1,4 +1,4 @@
-"""What one command refuses for the engine of a spec all refuse, with the same line; what one accepts all accept."""
+"""All commands refuse and accept the same plans for an engine, with the same line."""
 
 from __future__ import annotations
 

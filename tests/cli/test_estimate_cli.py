@@ -1,4 +1,4 @@
-"""`potluck estimate` as a person meets it: the table, the JSON, and one line for whatever is wrong."""
+"""`potluck estimate`: the table, the JSON, and one line for invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`potluck init` and `potluck check`, and that every example is a sound spec."""
+"""`potluck init` and `potluck check`; every shipped example is a valid spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--json` is promised for every command, so every command takes it."""
+"""Every command has a documented `--json` option."""
 
 from __future__ import annotations
 

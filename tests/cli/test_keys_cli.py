@@ -1,4 +1,4 @@
-"""Keys of a service: whoever locks clients out is told so before, and there is a way back."""
+"""Commands for the keys of a service: warnings before lock-out, and the way back."""
 
 from __future__ import annotations
 

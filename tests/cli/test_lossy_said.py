@@ -1,4 +1,4 @@
-"""Where a plan lets KV lose something, `up`, `status` and the page say so; where nothing is lost, none does."""
+"""Lossy KV transfers of a plan are reported by `up`, `status` and the page."""
 
 from __future__ import annotations
 

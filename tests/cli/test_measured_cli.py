@@ -1,4 +1,4 @@
-"""`--profile`: what was measured counts where it was measured, and nowhere else."""
+"""`--profile`: measured step times replace predicted ones where they apply."""
 
 from __future__ import annotations
 

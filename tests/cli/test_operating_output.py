@@ -1,4 +1,4 @@
-"""What commands about a running service print: JSON for machines, and events in the order of their time."""
+"""Output of commands about a running service: JSON, and events in order of time."""
 
 from __future__ import annotations
 

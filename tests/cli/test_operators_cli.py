@@ -1,4 +1,4 @@
-"""What operators read and order, over a state folder made by hand and an operators' port that is a mock."""
+"""Operator commands over a prepared state folder and a mock admin port."""
 
 from __future__ import annotations
 

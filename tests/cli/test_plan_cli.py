@@ -1,4 +1,4 @@
-"""`potluck plan` and `potluck compare`, as a person and as a script would call them."""
+"""`potluck plan` and `potluck compare` through the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan's page: stages to scale, every name escaped, nothing loaded."""
+"""The HTML page of a plan: stage widths, escaped names, no external resources."""
 
 from __future__ import annotations
 

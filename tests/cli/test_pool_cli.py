@@ -1,4 +1,4 @@
-"""A spec with a pool through the commands: plan, compare, replan, traces of the search, and what is refused."""
+"""Specs with a pool through `plan`, `compare` and `replan`, and refusals."""
 
 from __future__ import annotations
 

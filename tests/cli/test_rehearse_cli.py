@@ -1,4 +1,4 @@
-"""Plans that are rehearsed, shortly and at length, as a person and as a script would ask for them."""
+"""Plans that are checked by simulation, through the command line."""
 
 from __future__ import annotations
 

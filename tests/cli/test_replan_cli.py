@@ -1,4 +1,4 @@
-"""`potluck replan`: what happened goes in as options, the ladder of answers comes out."""
+"""`potluck replan`: changes given as options, and the answers to them."""
 
 from __future__ import annotations
 

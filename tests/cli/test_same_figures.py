@@ -1,4 +1,4 @@
-"""A figure is the same in every command: what a fleet costs, and how loaded it is."""
+"""Cost and load of a fleet are equal in every command."""
 
 from __future__ import annotations
 

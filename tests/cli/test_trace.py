@@ -1,4 +1,4 @@
-"""`potluck trace`: stats, scale, convert and make, and one line and exit code 2 for whatever is wrong."""
+"""`potluck trace`: stats, scale, convert and make, and one line for invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`potluck up --attach`: what it plans for servers that somebody else started, and what it refuses."""
+"""`potluck up --attach`: plans for servers that are already running, and refusals."""
 
 from __future__ import annotations
 

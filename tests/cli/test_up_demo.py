@@ -1,4 +1,4 @@
-"""`potluck up` with nothing said: the demo fleet, planned, rehearsed, started, asked and stopped."""
+"""`potluck up` without arguments: the demo fleet is planned, simulated, started, queried and stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`potluck up --model`: the GPUs of a machine, whatever mix they are; with a made-up driver."""
+"""`potluck up --model`: plans and engines for the GPUs of one machine, with a fake driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gateway and controller of a service are killed together: both come back by themselves, and clients go on."""
+"""Gateway and controller killed together restart by themselves, and clients continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole service on this machine, from `potluck up` to `potluck down`, with all that an operator does between."""
+"""A service on this machine from `potluck up` to `potluck down`, with all operator commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A controller of `potluck up` that follows a killed one supervises before it loads what plans and starts engines."""
+"""A resumed controller of `potluck up` acts before it loads the planner and engine commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong with `potluck up`: each is told in clear words, with what was kept and how to go on."""
+"""Failures of `potluck up`: each is one clear message with what is kept and how to continue."""
 
 from __future__ import annotations
 

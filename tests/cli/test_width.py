@@ -1,4 +1,4 @@
-"""Everything that commands print fits 80 columns, and nothing of it is cut off."""
+"""Command output fits 80 columns without truncation."""
 
 from __future__ import annotations
 

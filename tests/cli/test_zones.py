@@ -1,4 +1,4 @@
-"""A zone written in the spec: requests that were lost with a part of it go to another one."""
+"""Zones in the spec: requests lost with one part of a zone are retried in another zone."""
 
 from __future__ import annotations
 

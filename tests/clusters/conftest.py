@@ -1,4 +1,4 @@
-"""One cluster for all of these tests; without Ray they are left out, with the reason."""
+"""One Ray cluster for all tests of this folder; without Ray they are skipped with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, with GPUs that it only says it has."""
+"""A Ray cluster of several nodes on this machine, with declared GPUs."""
 
 from __future__ import annotations
 

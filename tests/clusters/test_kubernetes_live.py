@@ -1,4 +1,4 @@
-"""`potluck up --on kubernetes` before a server that speaks its API: a node dies under load, and nothing is lost."""
+"""`potluck up --on kubernetes` against a fake API server: a node lost under load loses no request."""
 
 from __future__ import annotations
 

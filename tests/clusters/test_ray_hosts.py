@@ -1,4 +1,4 @@
-"""A Ray cluster over hosts that are network namespaces: one is cut off under load, and nothing is lost."""
+"""A Ray cluster over network namespaces: a host cut off under load loses no request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines as supervised processes on the nodes of a Ray cluster: placed, heard, found again, given up, ended."""
+"""Engines as supervised processes on Ray nodes: placement, health, recovery and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan on three nodes of a Ray cluster, one of which is taken away under load: all is answered, and it recovers."""
+"""A plan on three Ray nodes, one removed under load: every request is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and usage in the state: records count once whoever reads and dies, keys reach the gateway's own reader."""
+"""Keys and usage in the state: records count once, and keys reach the gateway's key file."""
 
 from __future__ import annotations
 

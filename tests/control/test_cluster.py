@@ -1,4 +1,4 @@
-"""Machines of a cluster as a market, and what is asked of Ray for a node of the plan."""
+"""Machines of a cluster as a market, and resource requests to Ray for planned nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller: whatever dies at whatever moment, it ends with just what is wanted."""
+"""The controller converges to the wanted replicas whatever fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A controller is killed at random moments, with real processes: it converges, nothing runs twice or for nobody."""
+"""A controller killed at random moments converges with real processes and leaves no orphans."""
 
 from __future__ import annotations
 

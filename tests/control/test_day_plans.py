@@ -1,4 +1,4 @@
-"""Plans that take turns by the time of day."""
+"""Plans scheduled by time of day."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway decided and what was asked of it, kept in the state, whoever reads and whoever died."""
+"""Decisions, request rates and speeds of the gateway in the state, across restarts."""
 
 from __future__ import annotations
 

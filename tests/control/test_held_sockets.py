@@ -1,4 +1,4 @@
-"""Listening sockets that outlive whoever listens: fetched, passed on to a process, given to a supervisor."""
+"""Listening sockets that outlive their process: copied, inherited, held by a supervisor."""
 
 from __future__ import annotations
 

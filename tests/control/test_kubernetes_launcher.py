@@ -1,4 +1,4 @@
-"""Engines as pods: made as the schemas say, watched, replaced when they die or fall silent, moved when cordoned."""
+"""Engines as pods: valid objects, watches, replacement of lost pods, cordoned nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of this machine: they are found again, whoever started them, and end when asked or made to."""
+"""Engine processes on this machine: found by successors, and ended on request or by force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person changed holds, or is said to be gone."""
+"""Manual changes hold until they are reset, or their loss is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prices, availability and notices from a file that changes."""
+"""Prices, availability and notices from a market file that changes."""
 
 from __future__ import annotations
 

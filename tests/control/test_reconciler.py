@@ -1,4 +1,4 @@
-"""Wanted beside started: any order of happenings ends with just what is wanted."""
+"""The reconciler converges from any engines and failures to the wanted replicas."""
 
 from __future__ import annotations
 

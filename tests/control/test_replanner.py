@@ -1,4 +1,4 @@
-"""Plans for a service that runs: at the rates, lengths and prices of now, from what is there."""
+"""Plans for a running service at current rates, lengths, prices and nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state file: what is written is read again, whoever wrote it and whatever became of them."""
+"""The state file: stored values are read back after restarts, migrations and failures."""
 
 from __future__ import annotations
 

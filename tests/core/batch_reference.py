@@ -1,4 +1,4 @@
-"""The rules of batching written as plainly as can be: every sequence looked at in every step."""
+"""A plain reference batcher that looks at every sequence in every step."""
 
 from __future__ import annotations
 

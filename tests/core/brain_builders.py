@@ -1,4 +1,4 @@
-"""Small plans and facts for the Brain's tests, and a world that carries out what it asks."""
+"""Small plans and facts for tests of the Brain, and a world that carries out its actions."""
 
 from __future__ import annotations
 

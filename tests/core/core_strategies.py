@@ -1,4 +1,4 @@
-"""Hypothesis strategies that build any sound core value."""
+"""Hypothesis strategies that build valid core values."""
 
 from __future__ import annotations
 

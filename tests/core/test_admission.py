@@ -1,4 +1,4 @@
-"""Admission by the Brain: bounded work at replicas, fair lines before them, refusals in time."""
+"""Admission: bounded work at replicas, fair queues, early refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least-loaded index against a plain search, and what the balances do with unlike units."""
+"""The least-loaded index, round robin and copy weights of the balances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batching: equal to its plain reference step by step, and many steps at once equal to as many single ones."""
+"""The batcher equals its reference step by step, and jumps equal single steps."""
 
 from __future__ import annotations
 

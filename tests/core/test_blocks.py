@@ -1,4 +1,4 @@
-"""The block pool against a plain list by recency that does the same by brute force."""
+"""The block pool equals a plain pool ordered by recency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Brain's answers, event by event: starting, holding, retrying, refusing, and changing plans under load."""
+"""The Brain's actions per event: starts, queueing, retries, refusals and plan changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""News that comes late, twice or not at all; what is lost together; and waiting that ends."""
+"""Late, repeated and lost events; correlated losses; limits of waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anything may happen in any order; whatever it is, every request ends once and all counts come back to nothing."""
+"""Random events in any order: every request ends once and all counts return to zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is read back the same; whatever else stands in a file gets an error that names it."""
+"""Values round-trip through JSON; anything else is refused with its path."""
 
 from __future__ import annotations
 

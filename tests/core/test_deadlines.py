@@ -1,4 +1,4 @@
-"""Before a request is refused: where it would be in time still; and where those go that are late anyway."""
+"""Late requests: where they are dispatched before a refusal, and how they yield."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exception tree, and the help that an unknown name gets."""
+"""The exception tree, and suggestions for unknown names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose KV must cross as it is, under plans that let it cross in fewer bits."""
+"""Requests that require exact KV under plans with lossy transfers."""
 
 from __future__ import annotations
 

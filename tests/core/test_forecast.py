@@ -1,4 +1,4 @@
-"""Forecasts: days are learned where there are any, little is lost where not, and the error is known."""
+"""Forecasts: daily patterns, random walks, quantiles, and scaling ahead of a rise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with a client's grammar: one that may have lost its replica by it is refused, all others are retried."""
+"""Requests with a grammar are refused if the grammar may have crashed a replica, else retried."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LOADS = st.builds(
 
 
 @given(LOADS, st.floats(0.0, 50.0), st.floats(0.001, 0.3))
-def test_the_others_have_their_pace_and_nothing_is_lost(
+def test_isolation_keeps_the_pace_of_other_tenants_and_conserves_work(
     load: OthersLoad, asked: float, slower: float
 ) -> None:
     """With k apart, the rest is as busy as its pace allows, and what the k compute and spare is all of their time."""
@@ -42,7 +42,7 @@ def test_the_others_have_their_pace_and_nothing_is_lost(
         assert away(load, k + 1, slower) > AWAY
 
 
-def test_a_light_load_of_long_prompts_needs_no_replica_of_its_own() -> None:
+def test_light_load_of_long_prompts_isolates_no_replica() -> None:
     load = OthersLoad(4, 0.5, 1.1, 3)
     assert fewest(load, 0.01, 0.08) == 0
     assert fewest(load, 0.5, 0.08) == 1
@@ -50,7 +50,7 @@ def test_a_light_load_of_long_prompts_needs_no_replica_of_its_own() -> None:
     assert fewest(OthersLoad(4, 0.5, 1.1, 1), 3.0, 0.08) == 1
 
 
-def test_nothing_is_handed_over_where_engines_cannot() -> None:
+def test_engines_without_kv_transfer_isolate_no_replica() -> None:
     there = admission_world(equal_replicas_plan(4), Policy(set_apart=False))
     for number in range(80):
         there.now_s = 0.05 * number
@@ -60,7 +60,7 @@ def test_nothing_is_handed_over_where_engines_cannot() -> None:
     assert all(len(job.run.route.segments) == 1 for job in there.jobs.values())
 
 
-def test_a_flooder_gets_replicas_and_others_only_compute_prompts_there() -> None:
+def test_flooding_tenant_gets_isolated_replicas_that_only_prefill_for_others() -> None:
     """And when it is over, all is as before."""
     there = admission_world(equal_replicas_plan(4))
     apart = there.brain.admission.room.tenants.isolation

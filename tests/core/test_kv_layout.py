@@ -1,4 +1,4 @@
-"""Which worker gets what from which other: every layer and head once; addresses; chunks cut and joined."""
+"""Transfers between worker layouts: every layer and head once; addresses; cut and joined chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned of replicas' speeds: true in the long run, bounded whatever is told, and forgotten in time."""
+"""Learned replica speeds: convergence, bounds and decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links between regions that are slow: routed around while that is sooner, and what is stuck on them done again."""
+"""Slow links between regions: routing around them, recalled transfers, length thresholds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A region's caches as one pool, lenders, dead links, and one threshold for each link."""
+"""Prefix caches of a region as one pool: prefix sources, dead links, thresholds per link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global index against brute force, over a network that loses, repeats and reorders; and what it leads to."""
+"""The global prefix index over an unreliable network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reconciling against a small world that answers when it likes, and by hand where the order matters."""
+"""Reconciling wanted and running copies, in random worlds and in examples."""
 
 from __future__ import annotations
 

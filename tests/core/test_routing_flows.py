@@ -1,4 +1,4 @@
-"""Prefill here, decode there: turns between ways, length thresholds, links, cached prefixes, flipped roles."""
+"""Disaggregated routing: flows, length thresholds, links, cached prefixes, flipped roles."""
 
 from __future__ import annotations
 

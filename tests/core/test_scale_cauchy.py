@@ -1,4 +1,4 @@
-"""CAUCHY's Algorithm 1: what it does, what it leaves alone, and that noise does not move it."""
+"""Scaling by CAUCHY's Algorithm 1: decisions, limits and robustness to noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrfaaS's balance against the planner's own model of it, and its two timescales."""
+"""PrfaaS's balance equals the planner's model; its two timescales."""
 
 from __future__ import annotations
 

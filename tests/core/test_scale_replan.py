@@ -1,4 +1,4 @@
-"""CORAL's periodic re-allocation, and which rule a policy names."""
+"""CORAL's periodic re-allocation, and selection of the scaling rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles that change inside combos: the best of all choices, when it pays, and back when it is calm."""
+"""Role changes inside combos: the best assignment, its gain, and the way back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""THUNDERSERVE's role flips: against trying every assignment, and against noise."""
+"""THUNDERSERVE's role flips against enumeration and noise."""
 
 from __future__ import annotations
 

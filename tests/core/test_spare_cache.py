@@ -1,4 +1,4 @@
-"""Prefix caches against a plain reference."""
+"""The spare prefix cache equals a plain reference."""
 
 from __future__ import annotations
 

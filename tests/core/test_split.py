@@ -1,4 +1,4 @@
-"""CRONUS's split: against every whole L_p of the predictors' own model, and against the paper's printed formula."""
+"""CRONUS's split point against enumeration and the printed formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sliding windows against counting everything again from a list."""
+"""The sliding traffic window equals a recount from a list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core values refuse what cannot be, in one line that names the field."""
+"""Core values refuse invalid fields in one line that names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three changes that CONTRIBUTING shows work, made as it says in a copy of the source: 1, 1 and 2 files."""
+"""The example changes of CONTRIBUTING work in a copy of the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Docs: links lead somewhere, shown commands could be run, references, glossary and quotes are as the code is."""
+"""Docs: links, commands, references, glossary and quotes agree with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that only exist here, and all that a driver needs around it: a clock, a door, a Brain.
+"""Fake engines, a clock, a client and a Brain for tests of the dispatcher.
 
 Each token is drawn from a hash of all tokens before it, so that any answer can be checked whatever became of it on
 the way. Tests say when an engine writes its next line, and what goes wrong.

@@ -1,4 +1,4 @@
-"""The door with nothing behind it: made-up exchanges, a driver that says what it is told to."""
+"""The client handler with fake exchanges and a scripted dispatcher."""
 
 from __future__ import annotations
 

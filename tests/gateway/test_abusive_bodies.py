@@ -1,4 +1,4 @@
-"""Large and costly bodies: what the event loop does with them, and in which thread the rest happens."""
+"""Large and costly bodies: work on the event loop and in threads."""
 
 from __future__ import annotations
 

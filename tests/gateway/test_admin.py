@@ -1,4 +1,4 @@
-"""What operators see: metrics that add up across processes, records one can bill from."""
+"""Metrics that add up across processes, and the admin port."""
 
 from __future__ import annotations
 

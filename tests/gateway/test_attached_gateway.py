@@ -1,4 +1,4 @@
-"""A gateway over servers that others run: real sockets, stub servers, no engine and no hardware of ours."""
+"""A gateway over attached servers, with real sockets and stub servers."""
 
 from __future__ import annotations
 

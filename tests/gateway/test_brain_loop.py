@@ -1,4 +1,4 @@
-"""The desk: who is told what, in which order, and what is remembered."""
+"""The Brain loop: owners of requests, order of events, and cleared state."""
 
 from __future__ import annotations
 

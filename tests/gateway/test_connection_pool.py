@@ -1,4 +1,4 @@
-"""Requests to engines: connections kept, stale ones, and what is told of each failure."""
+"""Requests to engines: reused and stale connections, and reported failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with a grammar at the gateway: refused before any engine, and never sent to a second one that may die."""
+"""Requests with a grammar: refused early, and not retried when suspected of a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crossed the links, put together from what engines say."""
+"""Engine health, link reports and cache reports from engine status."""
 
 from __future__ import annotations
 

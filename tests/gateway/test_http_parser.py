@@ -1,4 +1,4 @@
-"""Bytes to requests: strict, and the same however they are cut."""
+"""Strict request parsing that does not depend on chunk boundaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients' connections over real sockets: in order, in time, and nobody falls over."""
+"""Client connections over real sockets: order, timeouts and limits."""
 
 from __future__ import annotations
 

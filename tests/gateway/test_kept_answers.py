@@ -1,4 +1,4 @@
-"""Whoever asks again under the same name gets the answer that is there, and pays once."""
+"""Repeated requests under the same name get the kept answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys: who is let in, how much each may ask, and how they change while the gateway runs."""
+"""API keys: authentication, limits, and changes while the gateway runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the door makes of bodies and of tokens: OpenAI's shapes, streamed and not, and right errors."""
+"""OpenAI responses from tokens: shapes, streaming and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of plain OpenAI: their bytes go on as they came, and what they used is counted."""
+"""Relays to plain OpenAI servers: unchanged bytes and counted usage."""
 
 from __future__ import annotations
 

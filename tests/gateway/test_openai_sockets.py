@@ -1,4 +1,4 @@
-"""Through real sockets: OpenAI's own client, the bodies that load generators send, and rubbish."""
+"""The official OpenAI client, load generators and invalid requests over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools over engines that run segments: the prompt, and calls read from the tokens that engines send."""
+"""Tool calls over segment engines: prompts, and parsing of engine tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators' port carries orders to the Brain, and says in one line why one cannot be."""
+"""Operator orders over the admin port, and their refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that an engine answers in its own words: tools, formats. One answer, whoever says it and however often."""
+"""Pass-through requests: one complete answer over any number of retries."""
 
 from __future__ import annotations
 

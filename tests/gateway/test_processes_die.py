@@ -1,4 +1,4 @@
-"""The Brain's own process is killed while answers are under way: they go on, and its successor knows of them."""
+"""The Brain process is killed during answers: streams continue and a successor adopts them."""
 
 from __future__ import annotations
 

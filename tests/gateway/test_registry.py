@@ -1,4 +1,4 @@
-"""The keeper: what is wanted finds engines, what is gone is said, and what is asked of engines."""
+"""The engine registry: matching replicas to engines, losses and orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of plain OpenAI: bytes as they are, failures before and behind the first one, one stream over several."""
+"""Attempts on plain OpenAI servers: failures before and after the first byte, continued streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request over the face: what engines are asked, what the user gets, what the Brain hears."""
+"""Attempts on segment engines: engine requests, client answers and events to the Brain."""
 
 from __future__ import annotations
 

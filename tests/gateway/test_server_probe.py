@@ -1,4 +1,4 @@
-"""Servers that others run are probed on real sockets: which path says that they are healthy, and what is wrong."""
+"""Probes of attached servers over real sockets: health paths, models and problems."""
 
 from __future__ import annotations
 

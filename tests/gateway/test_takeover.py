@@ -1,4 +1,4 @@
-"""Ports that go from one gateway to the next: whoever comes meanwhile is met, by either."""
+"""Ports handed from one gateway to the next without a refused connection."""
 
 from __future__ import annotations
 

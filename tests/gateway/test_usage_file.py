@@ -1,4 +1,4 @@
-"""Records of use: in the file before anybody has the end of an answer, whoever writes and whoever dies."""
+"""Usage records are on disk before an answer ends, across processes and crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes for clients: one Brain hears them all, limits hold across them, one that dies is replaced."""
+"""Several client processes: one Brain, shared limits, replaced workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning again: what starts cost, and templates that are made once for a market."""
+"""Planning a running service again: start costs, and templates reused for a market."""
 
 from __future__ import annotations
 

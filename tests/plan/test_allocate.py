@@ -1,4 +1,4 @@
-"""What the allocation promises beside the optimum: bounds, time, warm starts, penalties, pins, explanations."""
+"""The allocation solver: bounds, time limit, warm starts, penalties, pins, explanations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The allocation solver against one plain HiGHS model of the whole program, and against brute force."""
+"""The allocation solver equals one HiGHS model of the whole program and enumeration."""
 
 from __future__ import annotations
 

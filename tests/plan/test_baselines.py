@@ -1,4 +1,4 @@
-"""What the papers compare with, as strategies: each plans what its system could, and no more."""
+"""Baseline systems as strategies: each plans only what its system supports."""
 
 from __future__ import annotations
 

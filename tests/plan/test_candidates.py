@@ -1,4 +1,4 @@
-"""What a plan lets scaling start: its strategy's templates, the best of them, and a cover that is the cheapest."""
+"""Templates that scaling may start beside the plan, and the cheapest cover of a deficit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network cards as rows of the program, against one plain model of the whole and against a search by hand."""
+"""Network card limits in the program, against the reference model and an enumeration."""
 
 from __future__ import annotations
 

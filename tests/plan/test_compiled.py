@@ -1,4 +1,4 @@
-"""Compiled functions work wherever their machine code can be kept, or not at all."""
+"""Compiled functions work with and without a folder for their machine code."""
 
 from __future__ import annotations
 

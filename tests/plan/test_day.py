@@ -1,4 +1,4 @@
-"""Schedules over the day: against every way round, and whole ones; frontiers."""
+"""Schedules over the day against enumeration, and frontiers of plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan has only what its engine runs, by every strategy, and says what the engine's limits cost."""
+"""Plans use only what their engine supports, and report what its limits cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans whose copies are equally busy."""
+"""Balancing of a plan's copies to equal utilization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats as the planner's choice: against brute force over formats and counts, and through all that reads a plan."""
+"""Weight formats as a choice of the planner, against enumeration."""
 
 from __future__ import annotations
 

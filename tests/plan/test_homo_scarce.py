@@ -1,4 +1,4 @@
-"""CORAL's first baseline takes the type whose whole nodes cost least, and the next one only where nodes run out."""
+"""CORAL's homogeneous baseline: the cheapest node type first, the next when nodes run out."""
 
 from __future__ import annotations
 

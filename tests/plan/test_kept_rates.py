@@ -1,4 +1,4 @@
-"""Rates that are kept: the same as timed anew, named by all they follow from, never trusted when damaged."""
+"""Cached rates: equal to timed ones, keyed by all inputs, ignored when damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV crosses as it is unless the spec's `kv_codecs` allows a lossy codec."""
+"""KV is transferred in fp16 unless the spec's `kv_codecs` allows a lossy codec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers to trouble are sound, no dearer rung serves less, and when nothing is left it is said."""
+"""Answers to node losses are sound and ordered by cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lost machines of a pool: every answer is sound, cheap rungs load nothing, and when nothing is left it is said."""
+"""Answers to lost machines of a pool are sound and ordered by cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates on disk: the same as built, keyed by what they depend on, and never trusted when damaged."""
+"""Pipeline libraries on disk: equal to built ones, keyed by all inputs, rebuilt when damaged."""
 
 from __future__ import annotations
 

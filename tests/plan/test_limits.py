@@ -1,4 +1,4 @@
-"""Limits, losses, fees and nodes that are paid for already: the solver against every count there is."""
+"""Limits, losses, fees and reserved nodes: the solver equals enumeration."""
 
 from __future__ import annotations
 

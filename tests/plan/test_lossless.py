@@ -1,4 +1,4 @@
-"""What the libraries drop, no plan misses: pipelines by the plan's rule, against all placements timed one by one."""
+"""Pruned pipeline libraries lose no cheaper plan, against all placements."""
 
 from __future__ import annotations
 

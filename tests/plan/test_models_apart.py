@@ -1,4 +1,4 @@
-"""Models apart and columns that are needless: bounds that hold for any prices, and no plan that is lost."""
+"""Decomposition by model and removal of dominated columns keep the optimum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multisets as numbers: every one has an id, and parts are found by look-up."""
+"""Multisets of node types as numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users with places and classes with objectives of their own, in plans."""
+"""Distant users and request classes with their own objectives in plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of named machines as columns: sound, never double-booked, and never better than `auto`."""
+"""Groups of named machines as columns of the program."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def replica_on(machine: str, tp: int = 4, role: str = "mixed", layers: int = 32)
     return PlannedReplica(role, Layout((Stage(layers, (StageNode("4xA40", tp, machine),)),)))  # type: ignore[arg-type]
 
 
-def test_a_template_that_names_a_machine_is_deployed_at_most_once() -> None:
+def test_template_with_a_named_machine_is_deployed_at_most_once() -> None:
     """Two machines of the type are there, but a template that stands on one of them cannot be had twice."""
     problem = two_machines()
     wanted = replace(problem.demands[0], buckets=(replace(problem.demands[0].buckets[0], rate_per_s=1e4),))

@@ -1,4 +1,4 @@
-"""Demand is cut into buckets that keep the tokens and hide no factor of two."""
+"""Demand buckets keep the tokens and span at most a factor of two."""
 
 from __future__ import annotations
 

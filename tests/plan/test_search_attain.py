@@ -1,4 +1,4 @@
-"""D_ij handed in from outside: weighed as the program's own, asked for once a pair, and kept in templates."""
+"""Attainment of replica pairs from simulation in the pool search."""
 
 from __future__ import annotations
 

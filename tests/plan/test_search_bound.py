@@ -1,4 +1,4 @@
-"""The bounds: against all states of tiny pools, against each other, and against the allocation program."""
+"""Bounds of the pool search against enumeration and the allocation program."""
 
 from __future__ import annotations
 

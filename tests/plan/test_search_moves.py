@@ -1,4 +1,4 @@
-"""Moves and starts: what they reach is a state of the same pool, and a climb ends where none is better."""
+"""Moves and climbs of the pool search."""
 
 from __future__ import annotations
 

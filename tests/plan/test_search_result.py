@@ -1,4 +1,4 @@
-"""Rescheduling what is loaded, and what was found as templates and a plan."""
+"""Rescheduling of loaded groups, and search results as templates and a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search as a whole: against all states of tiny pools, against bounds, and its manners."""
+"""The pool search against enumeration and bounds; time limit and determinism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines are priced by all that the program knows: reserved nodes, limits, spot losses, charges paid once."""
+"""Generated pipelines are priced with all terms of the program."""
 
 from __future__ import annotations
 

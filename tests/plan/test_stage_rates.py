@@ -1,4 +1,4 @@
-"""What a node gives as one stage of a pipeline: against the step timer itself, and never too much."""
+"""Rates of a node as one pipeline stage, against the step timer."""
 
 from __future__ import annotations
 

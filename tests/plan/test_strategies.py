@@ -1,4 +1,4 @@
-"""Every strategy gives a sound plan, and `auto` is never beaten by any of them."""
+"""Every strategy gives a sound plan that is never better than `auto`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each kind of template offers what its replicas can do, no more, and within the objective."""
+"""Capacities of each kind of template within the objective."""
 
 from __future__ import annotations
 

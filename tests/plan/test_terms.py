@@ -1,4 +1,4 @@
-"""Terms in whole plans: kept, verified, priced; refused by strategies that cannot keep them."""
+"""Terms of a plan: kept, verified, priced, and refused where unsupported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrfaaS's case study comes out of its throughput model, and out of the allocation program too."""
+"""PrfaaS's case study from its throughput model and from the allocation program."""
 
 from __future__ import annotations
 

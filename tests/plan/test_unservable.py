@@ -1,4 +1,4 @@
-"""What nothing can serve is said and left out; the rest is planned, and money that would do is named."""
+"""Unservable models and requests are reported and left out; sufficient budgets are named."""
 
 from __future__ import annotations
 

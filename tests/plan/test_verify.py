@@ -1,4 +1,4 @@
-"""The checker finds every way in which a plan can be wrong, and nothing in one that is right."""
+"""The plan checker reports every kind of violation and accepts a sound plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows for whole copies: no plan breaks one, and a relaxation with them pays for whole copies."""
+"""Strengthening rows for whole copies hold for every plan."""
 
 from __future__ import annotations
 

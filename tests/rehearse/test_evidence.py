@@ -1,4 +1,4 @@
-"""The bounds against scipy's, and that they are as careful as they claim."""
+"""Attainment bounds from simulated runs."""
 
 from __future__ import annotations
 

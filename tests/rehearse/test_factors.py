@@ -1,4 +1,4 @@
-"""Plans for more than the demand, brought back to it."""
+"""Plans for a scaled demand, scaled back to the demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Margins from queueing: laws that they keep, theory that they agree with, and plans that have them."""
+"""Queueing margins of plans against theory."""
 
 from __future__ import annotations
 

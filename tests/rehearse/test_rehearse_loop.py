@@ -1,4 +1,4 @@
-"""The search over plans: against every plan tried one by one, and in real simulations."""
+"""The search over plans checked by simulation, against enumeration."""
 
 from __future__ import annotations
 

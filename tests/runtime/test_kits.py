@@ -1,4 +1,4 @@
-"""From a plan to kits and facts: sizes agree with `perf`, replicas stand where their template says."""
+"""Replica sizes and facts derived from a plan agree with `perf`."""
 
 from __future__ import annotations
 

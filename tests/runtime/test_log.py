@@ -1,4 +1,4 @@
-"""A log replays to the same actions, and says where it does not."""
+"""A log replays to the same actions, or shows the first difference."""
 
 from __future__ import annotations
 

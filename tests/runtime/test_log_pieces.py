@@ -1,4 +1,4 @@
-"""A log that is cut into pieces, packed and bounded still replays, from the oldest piece that is left."""
+"""A rotated, compressed and bounded log replays from its oldest remaining piece."""
 
 from __future__ import annotations
 

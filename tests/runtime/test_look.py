@@ -1,4 +1,4 @@
-"""The one style of page and reports: colours that can be told apart and read, in light and dark."""
+"""The style of page and reports: readable and distinguishable colours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs made up for tests of what comes after a run: every column is filled, nothing was simulated."""
+"""Generated simulation results for tests of summaries and reports."""
 
 from __future__ import annotations
 

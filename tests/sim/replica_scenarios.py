@@ -1,4 +1,4 @@
-"""Random lives of one replica: requests of all kinds, transfers, cancellations, slowdowns, questions."""
+"""Random scenarios of one simulated replica."""
 
 from __future__ import annotations
 

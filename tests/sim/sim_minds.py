@@ -1,4 +1,4 @@
-"""Requests by hand, and a stand-in for the Brain that sends them along one route."""
+"""Hand-written requests, and a Brain that sends every request along one route."""
 
 from __future__ import annotations
 

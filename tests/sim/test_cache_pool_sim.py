@@ -1,4 +1,4 @@
-"""A region's caches as one pool, in simulation: fewer tokens are computed, and nothing else changes."""
+"""Pooled prefix caches of a region in simulation."""
 
 from __future__ import annotations
 

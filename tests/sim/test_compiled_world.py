@@ -1,4 +1,4 @@
-"""The compiled code is the same code: the same log, byte by byte. `make compiled` makes it."""
+"""Compiled and interpreted code give the same log (`make compiled` builds it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for the slow end of what steps may take: they cost no less, and keep more promises where that is so."""
+"""Plans for a confidence in step times: their cost and attainment."""
 
 from __future__ import annotations
 

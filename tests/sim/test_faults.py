@@ -1,4 +1,4 @@
-"""Fault files: what they say, and what is wrong with them; faults by chance."""
+"""Fault files, and random faults."""
 
 from __future__ import annotations
 

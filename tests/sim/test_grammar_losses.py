@@ -1,4 +1,4 @@
-"""The simulator tells the Brain of lost replicas as the gateway does: a request with a grammar is not retried."""
+"""Simulated replica losses of requests with a grammar are handled as in the gateway."""
 
 from __future__ import annotations
 

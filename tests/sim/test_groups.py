@@ -1,4 +1,4 @@
-"""Groups of named machines in simulation: what was planned is what runs, over the links between their machines."""
+"""Groups of named machines in simulation run as planned."""
 
 from __future__ import annotations
 

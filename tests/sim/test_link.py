@@ -1,4 +1,4 @@
-"""Processor sharing against a slow reference, and what must hold whatever happens on a pipe."""
+"""Processor sharing on links against a reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link between sites at a third of its bandwidth for a while, as benchmarks/crossdc.py has it, simulated."""
+"""Simulation of a link at a third of its bandwidth, as in benchmarks/crossdc.py."""
 
 from __future__ import annotations
 

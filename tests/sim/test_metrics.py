@@ -1,4 +1,4 @@
-"""Metrics: against a plain loop over the requests, by hand on a few, and at the edges."""
+"""Summary metrics against a plain loop and hand counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan said beside what ran: agreement where it was followed, a name for everything that was not."""
+"""Comparison of a plan with its simulated run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated replica: the same life stepped through and jumped through, and what each part of it must be."""
+"""The simulated replica: fast-forward equals stepping, and queueing theory holds."""
 
 from __future__ import annotations
 

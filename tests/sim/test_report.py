@@ -1,4 +1,4 @@
-"""The report: whole, small, self-contained, and never at the mercy of a name."""
+"""The HTML report of a simulation: complete, small, self-contained, escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step-time tables: near the timer they were made from, and consistent with themselves."""
+"""Step-time tables agree with their timer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Brain that dies again and again in the middle of a simulation: each successor goes on with what is under way."""
+"""Brains that die during a simulation: each successor continues the open requests."""
 
 from __future__ import annotations
 

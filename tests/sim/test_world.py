@@ -1,4 +1,4 @@
-"""The world's arithmetic on small cases that can be worked out by hand, and what it does when things go wrong."""
+"""The simulated world on small hand-computed cases and under faults."""
 
 from __future__ import annotations
 

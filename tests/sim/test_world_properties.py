@@ -1,4 +1,4 @@
-"""Whatever the fleet, the faults and the workload: the books balance, and the same seed gives the same log."""
+"""Random fleets, faults and workloads: records are consistent and reproducible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From text to Spec, and every complaint with its line and field."""
+"""Parsing of specs, with line and field of every problem."""
 
 from __future__ import annotations
 

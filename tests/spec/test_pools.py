@@ -1,4 +1,4 @@
-"""A written pool: what follows from it, and every complaint with its line."""
+"""Pools in specs: derived regions and links, with line of every problem."""
 
 from __future__ import annotations
 

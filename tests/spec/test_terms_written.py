@@ -1,4 +1,4 @@
-"""What a fleet's owner may ask for, as it is written: values, names of nodes, complaints with their lines."""
+"""Terms in specs: values, node names, with line and fix of every problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: unsorted times, ShareGPT, writing and reading back, and what a trace is like."""
+"""Trace formats: reading, writing and statistics."""
 
 from __future__ import annotations
 

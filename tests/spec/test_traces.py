@@ -1,4 +1,4 @@
-"""Trace files: three formats, gzip, and every bad line by its number."""
+"""Trace files: formats, gzip, and the line of every problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adapter's face before a made-up vLLM, whose connector's side of the channel is the test's."""
+"""A vLLM adapter over a fake vLLM, with the test at the connector's end of the channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter before something that answers as vLLM does: segments, errors, hand-overs, draining."""
+"""The adapter over a fake vLLM: segments, errors, transfers, draining."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV in vLLM's blocks, read and written whatever their order; vLLM's own is tried by `make test-vllm`."""
+"""Reading and writing KV in vLLM's blocks for any layout."""
 
 from __future__ import annotations
 

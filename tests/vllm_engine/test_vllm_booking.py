@@ -1,4 +1,4 @@
-"""Who gives KV away and who takes it in, decided without vLLM."""
+"""Scheduling of KV transfers in the connector, without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stock vLLM on one worker, on two, in stages, and both: every pair hands over, and nothing is computed twice."""
+"""Transfers between live vLLM instances of every layout recompute nothing."""
 
 from __future__ import annotations
 

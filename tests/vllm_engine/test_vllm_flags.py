@@ -1,4 +1,4 @@
-"""The list of vLLM's flags that `potluck export --check` holds commands against is vLLM's own."""
+"""The list of vLLM flags used by `potluck export --check` equals vLLM's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written for vLLM where a plan has other weights than the checkpoint: vLLM takes it, and means the same."""
+"""Weight format flags for vLLM against vLLM's own parser."""
 
 from __future__ import annotations
 

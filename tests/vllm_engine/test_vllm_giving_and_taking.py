@@ -1,4 +1,4 @@
-"""KV from one worker's blocks into another's over the real transport, and whatever may go wrong on its way."""
+"""KV transfers between workers' blocks over the real transport, and their failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas over several nodes, with a made-up vLLM: they start, fail and end together, and come back."""
+"""Replicas over several nodes with a fake vLLM start, fail and restart together."""
 
 from __future__ import annotations
 

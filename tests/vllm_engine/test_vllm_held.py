@@ -1,4 +1,4 @@
-"""What vLLM tells of its blocks, under the names that a prefix index knows."""
+"""Cached blocks reported by vLLM under the names of the prefix index."""
 
 from __future__ import annotations
 

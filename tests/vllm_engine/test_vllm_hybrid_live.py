@@ -1,4 +1,4 @@
-"""A hybrid model on stock vLLM: states, keys and values cross together, also from and to a pipeline."""
+"""Transfers of a hybrid model on stock vLLM, with and without pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stock vLLM with the connector: the same tokens as one plain instance, whatever the cut and whoever dies."""
+"""Stock vLLM with the connector gives the tokens of one instance under any cut and failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients' own requests at an adapter: vLLM's words beside its tokens, its prompt, its errors, its adapters."""
+"""Pass-through requests at the adapter: vLLM's events, prompts, errors and adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stock vLLM with a model of windows and full attention, in little memory: hand-overs, preemption, damaged KV."""
+"""Stock vLLM with windowed attention in little memory: transfers, preemption, damage."""
 
 from __future__ import annotations
 
