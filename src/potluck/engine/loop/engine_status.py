@@ -1,4 +1,4 @@
-"""What an engine says about itself: counters that the loop keeps, its role, and the report made of them."""
+"""An engine's counters, role and status report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EngineCounters:
     steps: int = 0
     computed_tokens: int = 0
     checks: int = 0
-    """Times that everything was found to be free again when nobody was left."""
+    """Integrity checks passed while idle."""
     recent: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     """(tokens, sequences, seconds) of the latest steps."""
 
@@ -57,7 +57,7 @@ class EngineStatus:
     fingerprint: str
     role: Role
     state: str
-    """ready, degraded (some workers are lost, others go on), draining, drained or failed"""
+    """ready, draining, drained or failed"""
     waiting: int
     running: int
     context_tokens: int
@@ -78,18 +78,18 @@ class EngineStatus:
     prefix_bytes: int
     preemptions: int
     checks: int
-    """Times that no block was found to be lost, with nobody left."""
+    """Integrity checks passed while idle: no block, row or hand-over place was lost."""
     uptime_s: float
     exact: bool = False
     """Whether tokens are the same to the last bit however requests are cut, batched and spread (numbers/exact.py)."""
     products: str = ""
     """How rows are multiplied for that: plain, pairs, strips (numbers/exact.py)."""
     kv: str = ""
-    """HOST:PORT where caches are fetched from it."""
+    """HOST:PORT that other engines fetch its KV from."""
     kv_version: int = 0
-    """In which format they cross."""
+    """The KV wire format's version."""
     links: tuple[LinkReport, ...] = ()
-    """How the links fare over which caches came and went."""
+    """Transfer counters of each KV link."""
     problem: str = ""
     notes: dict[str, float] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from potluck.api.http import HttpRefusal
 from potluck.core.errors import PotluckError
 from potluck.engine.loop.jobs import Event, Job, JobEnded, JobTimes, LayerSent, OutputToken, RowReady
-from potluck.engine.loop.loop_thread import Ask, LoopThread
+from potluck.engine.loop.loop_thread import LoopCall, LoopThread
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class RequestChannels:
             if channel is not None:
                 channel.put(event)
 
-    async def ask(self, what: Ask[T]) -> T:
+    async def ask(self, what: LoopCall[T]) -> T:
         return await asyncio.wrap_future(self.driver.ask(what))
 
     @asynccontextmanager
