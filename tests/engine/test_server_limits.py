@@ -376,7 +376,7 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def _watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "WATCH_S", 0.05)
+    monkeypatch.setattr(http_connection, "CHECK_INTERVAL_S", 0.05)
 
 
 async def connect(one: Client, raw: bytes = b"", at: str = "127.0.0.1") -> Pair:
@@ -527,7 +527,7 @@ async def test_connection_limit_follows_the_open_file_limit(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
 
     listener = http_connection.EngineListener(web.Server(control.health), {}, RequestLimits(), Counter())  # type: ignore[arg-type]
-    assert listener.crowd.most == most
+    assert listener.open_connections.most == most
 
 
 async def test_connection_beyond_the_limit_gets_503_and_shutdown_is_quick(
@@ -545,7 +545,7 @@ async def test_connection_beyond_the_limit_gets_503_and_shutdown_is_quick(
     async with engine_client(make_service("full", RequestLimits(connections=4))) as one:
         raw = b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         async with many_connections(one, 4, raw) as pairs:
-            while one.opened.listener.crowd.oldest() is not None:
+            while one.opened.listener.open_connections.longest_waiting() is not None:
                 await asyncio.sleep(0.01)
             status, _ = await last_response(await connect(one, raw))
             assert status in (503, 0)
@@ -569,28 +569,28 @@ def test_longest_idle_connection_of_the_busiest_address_is_closed_first(
     present: set[int] = set()
     for move, key in moves:
         if move == "c" and key not in present:
-            crowd.came(key, str(key % 3))
+            crowd.add(key, str(key % 3))
             waiting[key] = None
             present.add(key)
         elif move == "w":
-            crowd.works(key)
+            crowd.mark_busy(key)
             waiting.pop(key, None)
         elif move == "p" and key in present and key not in waiting:
-            crowd.waits(key)
+            crowd.mark_waiting(key)
             waiting[key] = None
         elif move == "l":
-            crowd.left(key)
+            crowd.remove(key)
             waiting.pop(key, None)
             present.discard(key)
         counts = [sum(item % 3 == peer for item in waiting) for peer in range(3)]
-        gives_way = crowd.oldest()
+        gives_way = crowd.longest_waiting()
         if gives_way is None:
             assert not waiting
         else:
             assert counts[gives_way % 3] == max(counts)
             assert gives_way == next(item for item in waiting if item % 3 == gives_way % 3)
         assert (len(crowd), set(crowd)) == (len(present), present)
-        assert crowd.full == (len(present) >= 5)
+        assert crowd.is_full == (len(present) >= 5)
 
 
 HERE = ServedNames(loopback=True)

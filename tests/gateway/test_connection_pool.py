@@ -257,7 +257,7 @@ def test_paused_response_applies_backpressure_to_the_engine() -> None:
 
 def test_unreachable_address_is_reported_after_send_returned() -> None:
     async def work() -> None:
-        connection_pool = ConnectionPool(most=0)
+        connection_pool = ConnectionPool(connections_max=0)
         ear = RecordingListener()
         connection_pool.send(Address("127.0.0.1", 9), b"GET", b"/", b"", ear)
         assert not ear.ended.is_set()
@@ -307,7 +307,7 @@ def test_response_parsing_does_not_depend_on_chunk_boundaries(data: bytes, place
     reader, got = ResponseReader(), b""
     for a, b in itertools.pairwise(marks):
         got += reader.feed(data[a:b])
-    assert (reader.status, got, reader.over, reader.rest) == (
+    assert (reader.status, got, reader.complete, reader.has_extra_bytes) == (
         200,
         b"abcd" if data is ANSWER else b"hi",
         True,
@@ -322,7 +322,7 @@ def test_invalid_response_bytes_are_refused_or_awaited(data: bytes) -> None:
         reader.feed(data)
     except HttpRefusal:
         return
-    assert not reader.over or data.startswith(b"HTTP/1.")
+    assert not reader.complete or data.startswith(b"HTTP/1.")
 
 
 def test_finished_request_leaves_no_references() -> None:

@@ -31,7 +31,15 @@ def read_requests(pieces: list[bytes], limits: HttpLimits = SMALL) -> tuple[Seen
             reader.feed(piece)
             while (got := reader.take()) is not None:
                 seen.append(
-                    (got.method, got.path, got.query, dict(got.headers), got.v11, got.stays, got.body)
+                    (
+                        got.method,
+                        got.path,
+                        got.query,
+                        dict(got.headers),
+                        got.http_1_1,
+                        got.keep_alive,
+                        got.body,
+                    )
                 )
     except HttpRefusal:
         return seen, True
@@ -197,15 +205,15 @@ def test_continue_is_sent_only_while_the_body_has_not_arrived() -> None:
     reader = RequestReader(SMALL)
     reader.feed(head)
     assert reader.take() is None
-    assert reader.wants
+    assert reader.awaits_continue
     reader.feed(b"abcd")
     got = reader.take()
     assert got is not None
     assert got.body == b"abcd"
-    assert not reader.wants
+    assert not reader.awaits_continue
     reader.feed(head + b"ab")
     assert reader.take() is None
-    assert not reader.wants
+    assert not reader.awaits_continue
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,8 @@ class _Peer(Generic[K]):
 
 
 class ConnectionLimits(Generic[K]):
+    """Open connections by peer, and which one to close when there is no room for a new one."""
+
     def __init__(self, most: float) -> None:
         self.most = most
         self._peers: dict[str, _Peer[K]] = {}
@@ -99,15 +101,15 @@ class ConnectionLimits(Generic[K]):
         return iter(tuple(self._peer_of))
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return len(self) >= self.most
 
-    def came(self, key: K, peer: str) -> None:
+    def add(self, key: K, peer: str) -> None:
         self._peer_of[key] = peer
         self._peers.setdefault(peer, _Peer()).waiting[key] = None
 
-    def waits(self, key: K) -> None:
-        """Its request was answered; it goes to the end of those that wait."""
+    def mark_waiting(self, key: K) -> None:
+        """Its request was answered; it is now the last to be closed for a new connection."""
         name = self._peer_of.get(key)
         if name is not None:
             peer = self._peers[name]
@@ -115,7 +117,7 @@ class ConnectionLimits(Generic[K]):
                 peer.busy -= 1
                 peer.waiting[key] = None
 
-    def works(self, key: K) -> None:
+    def mark_busy(self, key: K) -> None:
         name = self._peer_of.get(key)
         if name is not None:
             peer = self._peers[name]
@@ -123,7 +125,7 @@ class ConnectionLimits(Generic[K]):
                 del peer.waiting[key]
                 peer.busy += 1
 
-    def left(self, key: K) -> None:
+    def remove(self, key: K) -> None:
         name = self._peer_of.pop(key, None)
         if name is None:
             return
@@ -135,8 +137,8 @@ class ConnectionLimits(Generic[K]):
         if not peer.waiting and not peer.busy:
             del self._peers[name]
 
-    def oldest(self) -> K | None:
-        """The one to send away: of the address with the most that wait, the one that waits longest."""
+    def longest_waiting(self) -> K | None:
+        """The connection to close for a new one, of the peer with the most waiting connections."""
         crowded = max(self._peers.values(), key=lambda peer: len(peer.waiting), default=None)
         return next(iter(crowded.waiting), None) if crowded is not None else None
 

@@ -75,7 +75,7 @@ class HttpConnection(asyncio.Protocol):
         self._http.connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._listener.crowd.left(self)
+        self._listener.open_connections.remove(self)
         if self._http is not None:
             self._listener.connections.pop(self._http, None)
             self._http.connection_lost(exc)
@@ -104,12 +104,12 @@ class HttpConnection(asyncio.Protocol):
         self._busy, self._fresh, self._began_s = True, False, None
 
     def request_complete(self) -> None:
-        self._listener.crowd.works(self)
+        self._listener.open_connections.mark_busy(self)
 
     def answered(self) -> None:
         self._busy = False
         self._since_s = self._loop.time()
-        self._listener.crowd.waits(self)
+        self._listener.open_connections.mark_waiting(self)
 
     # Called by the listener.
 
@@ -288,8 +288,8 @@ class RequestLimits:
 BACKLOG = 512
 SHARE_OF_FILES = 0.75
 """Of the file descriptors that a process may have; the others are for KV transfers, workers and files."""
-WATCH_S = 1.0
-LOG_S = 60.0  # The least time between two lines about dropped connections.
+CHECK_INTERVAL_S = 1.0
+DROPPED_LOG_INTERVAL_S = 60.0  # The least time between two lines about dropped connections.
 
 HEADERS_MAX = 100
 LINGER_S = 5.0  # How long the rest of a refused body is read, so that the client sees the answer.
@@ -331,11 +331,11 @@ class EngineListener:
     ) -> None:
         self.server, self.connections, self.limits = server, connections, limits
         self._dropped = dropped
-        self.crowd: http.ConnectionLimits[HttpConnection] = http.ConnectionLimits(
+        self.open_connections: http.ConnectionLimits[HttpConnection] = http.ConnectionLimits(
             min(limits.connections, http.open_files() * SHARE_OF_FILES)
         )
         self._logged: Counter[str] = Counter()
-        self._logged_s = -LOG_S
+        self._logged_s = -DROPPED_LOG_INTERVAL_S
         self._servers: list[asyncio.Server] = []
         self._watching: asyncio.TimerHandle | None = None
 
@@ -351,7 +351,7 @@ class EngineListener:
                 ssl_handshake_timeout=handshake_s,
             )
             self._servers.append(server)
-        self._watching = loop.call_later(WATCH_S, self._watch)
+        self._watching = loop.call_later(CHECK_INTERVAL_S, self._watch)
 
     def close(self) -> None:
         """Accept no more connections; aiohttp ends those that are open."""
@@ -362,26 +362,26 @@ class EngineListener:
             server.close()
 
     def admit(self, connection: HttpConnection, peer: str) -> bool:
-        if self.crowd.full and not self._make_room():
+        if self.open_connections.is_full and not self._make_room():
             self._dropped["full"] += 1
             return False
-        self.crowd.came(connection, peer)
+        self.open_connections.add(connection, peer)
         return True
 
     def _make_room(self) -> bool:
-        connection = self.crowd.oldest()
+        connection = self.open_connections.longest_waiting()
         if connection is None:
             return False
-        self.crowd.left(connection)
+        self.open_connections.remove(connection)
         self._dropped["crowded_out"] += 1
         connection.refuse(503, "too many connections; try again", "overloaded")
         return True
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
-        self._watching = loop.call_later(WATCH_S, self._watch)
+        self._watching = loop.call_later(CHECK_INTERVAL_S, self._watch)
         now_s = loop.time()
-        for connection in self.crowd:
+        for connection in self.open_connections:
             why = connection.overdue(now_s)
             if why:
                 self._dropped[why] += 1
@@ -390,7 +390,7 @@ class EngineListener:
 
     def _log_dropped(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        if self._dropped != self._logged and now_s - self._logged_s >= LOG_S:
+        if self._dropped != self._logged and now_s - self._logged_s >= DROPPED_LOG_INTERVAL_S:
             shown = ", ".join(f"{count} {why}" for why, count in sorted(self._dropped.items()))
-            log.warning("connections dropped so far: %s; %d are open", shown, len(self.crowd))
+            log.warning("connections dropped so far: %s; %d are open", shown, len(self.open_connections))
             self._logged, self._logged_s = Counter(self._dropped), now_s

@@ -1,7 +1,7 @@
-"""Requests to engines, over connections that are kept alive.
+"""Requests to engines over kept-alive connections.
 
-An idle one is closed before the engine would do it (uvicorn waits 5 s); should it have been quicker all the same, the
-request goes once more over a new one. Silence is noticed by whoever waits.
+An idle connection is closed before the engine closes it (uvicorn does after 5 s). If the engine was quicker, the
+request is sent once more over a new connection. Callers set their own deadlines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from potluck.gateway.http.parser import Headers, ResponseReader
 from potluck.gateway.values import Address
 
 STALE_S = 1.0
-"""A kept connection that the engine had closed already shows so at once; one that fails later was a failure."""
+"""A request over an idle connection that fails within this time met a connection that the engine had closed."""
 CONNECT_S = 5.0
 IDLE_S = 4.0
 SWEEP_S = 1.0
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class ResponseListener(Protocol):
-    """Who hears an engine's answer. After `done` or `lost`, of which exactly one comes, it hears no more."""
+    """Receives an engine's response. Exactly one of `done` and `lost` is called, and it is the last call."""
 
     def head(self, status: int, headers: Headers) -> None: ...
 
@@ -41,11 +41,11 @@ class ResponseListener(Protocol):
     def done(self) -> None: ...
 
     def lost(self, why: str) -> None:
-        """No connection, cut off, or not HTTP; one line."""
+        """No connection, a response that was cut off, or not HTTP. `why` is one line."""
 
 
-class _Deaf:
-    """In a listener's place once a call is over: the two hold each other no longer."""
+class _IgnoringListener:
+    """Replaces the listener of a call that is over, so that the two form no reference cycle."""
 
     def head(self, status: int, headers: Headers) -> None: ...
 
@@ -56,12 +56,12 @@ class _Deaf:
     def lost(self, why: str) -> None: ...
 
 
-DEAF = _Deaf()
+IGNORING_LISTENER = _IgnoringListener()
 
 
 class EngineCall:
     __slots__ = (
-        "address", "bodiless", "connecting", "data", "fresh", "listener", "over", "paused", "sent_s", "wire",
+        "address", "bodiless", "connecting", "connection", "data", "fresh", "listener", "over", "paused", "sent_s",
     )  # fmt: skip
 
     def __init__(self, address: Address, data: bytes, listener: ResponseListener, bodiless: bool) -> None:
@@ -69,7 +69,7 @@ class EngineCall:
         self.address, self.data, self.bodiless = address, data, bodiless
         self.listener: ResponseListener = listener
         self.sent_s = 0.0
-        self.wire: EngineConnection | None = None
+        self.connection: EngineConnection | None = None
         self.connecting: asyncio.Task[None] | None = None
         self.fresh = False
         self.over = False
@@ -83,25 +83,25 @@ class EngineCall:
         if self.over:
             return
         self.over = True
-        self.listener = DEAF
+        self.listener = IGNORING_LISTENER
         if self.connecting is not None:
             self.connecting.cancel()
-        if self.wire is not None:
-            self.wire.abort()
+        if self.connection is not None:
+            self.connection.abort()
 
     def pause(self) -> None:
         if not self.over and not self.paused:
             self.paused = True
-            if self.wire is not None:
-                self.wire.pause()
+            if self.connection is not None:
+                self.connection.pause()
 
     def resume(self) -> None:
         if not self.over and self.paused:
             self.paused = False
-            if self.wire is not None:
-                self.wire.resume()
+            if self.connection is not None:
+                self.connection.resume()
 
-    def lose(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         if self.over:
             return
         listener = self.listener
@@ -109,45 +109,45 @@ class EngineCall:
         host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
         try:
             listener.lost(f"{host}:{self.address.port} {why}")
-        except Exception:  # A fault of ours must not take the connection's other users along.
+        except Exception:  # A bug of one listener must not end other requests.
             log.exception("a listener failed")
 
 
 class EngineConnection(asyncio.Protocol):
     __slots__ = (
-        "_call", "_calls", "_paused", "_reader", "_transport", "address", "kept_s",
+        "_call", "_paused", "_pool", "_reader", "_transport", "address", "idle_since_s",
     )  # fmt: skip
 
     def __init__(self, connection_pool: ConnectionPool, address: Address) -> None:
-        self._calls = connection_pool
+        self._pool = connection_pool
         self.address = address
         self._transport: asyncio.Transport | None = None
         self._call: EngineCall | None = None
         self._reader = ResponseReader()
         self._paused = False
-        self.kept_s = 0.0
+        self.idle_since_s = 0.0
 
     def take(self, call: EngineCall) -> None:
         assert self._transport is not None
         self._call = call
         self._reader.begin(call.bodiless)
-        call.wire = self
+        call.connection = self
         call.sent_s = time.monotonic()
         self._transport.write(call.data)
         if call.paused:
             self.pause()
 
     def pause(self) -> None:
-        wire = self._transport
-        if not self._paused and wire is not None and not wire.is_closing():
+        transport = self._transport
+        if not self._paused and transport is not None and not transport.is_closing():
             self._paused = True
-            wire.pause_reading()
+            transport.pause_reading()
 
     def resume(self) -> None:
-        wire = self._transport
-        if self._paused and wire is not None and not wire.is_closing():
+        transport = self._transport
+        if self._paused and transport is not None and not transport.is_closing():
             self._paused = False
-            wire.resume_reading()
+            transport.resume_reading()
 
     def abort(self) -> None:
         self._call = None
@@ -158,57 +158,57 @@ class EngineConnection(asyncio.Protocol):
         if self._transport is None or TCP_INFO is None:
             return 0.0
         try:
-            wire = self._transport.get_extra_info("socket")
-            raw = b"" if wire is None else wire.getsockopt(socket.IPPROTO_TCP, TCP_INFO, RTT.size)
+            tcp_socket = self._transport.get_extra_info("socket")
+            raw = b"" if tcp_socket is None else tcp_socket.getsockopt(socket.IPPROTO_TCP, TCP_INFO, RTT.size)
             return float(RTT.unpack(raw)[0]) * 1e-6
-        except (OSError, ValueError, struct.error):  # It was closed meanwhile, or is no TCP of Linux.
+        except (OSError, ValueError, struct.error):  # The socket is closed, or not Linux's TCP.
             return 0.0
 
     def end(self, why: str) -> None:
         if self._call is not None:
-            self._call.lose(why)
+            self._call.fail(why)
         else:
             self.abort()
 
-    # What asyncio tells.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
-        self._calls.made(self)
+        self._pool.add(self)
 
     def data_received(self, data: bytes) -> None:
         call = self._call
-        if call is None:  # Nobody asked.
+        if call is None:  # Bytes without a request.
             self.abort()
             return
         reader = self._reader
-        headless = not reader.status
+        awaits_head = not reader.status
         try:
             piece = reader.feed(data)
-            if headless and reader.status:
+            if awaits_head and reader.status:
                 call.listener.head(reader.status, reader.headers)
             if piece and not call.over:
                 call.listener.data(piece)
         except HttpRefusal as refusal:
-            call.lose(f"does not speak HTTP ({refusal})")
+            call.fail(f"does not speak HTTP ({refusal})")
             return
-        except Exception:  # A fault of ours; the answer cannot go on.
+        except Exception:  # A bug of the listener: the response cannot continue.
             log.exception("a listener failed")
-            call.lose("could not be followed")
+            call.fail("could not be followed")
             return
-        if reader.over and not call.over:
+        if reader.complete and not call.over:
             self._done(call)
 
     def _done(self, call: EngineCall) -> None:
         reader, transport = self._reader, self._transport
         assert transport is not None
         listener = call.listener
-        self._call = call.wire = None
-        call.over, call.listener = True, DEAF
+        self._call = call.connection = None
+        call.over, call.listener = True, IGNORING_LISTENER
         if self._paused:
             self.resume()
-        if reader.stays and not reader.rest and not transport.get_write_buffer_size():
-            self._calls.keep(self)
+        if reader.keep_alive and not reader.has_extra_bytes and not transport.get_write_buffer_size():
+            self._pool.add_idle(self)
         else:
             transport.close()
         try:
@@ -217,34 +217,36 @@ class EngineConnection(asyncio.Protocol):
             log.exception("a listener failed")
 
     def eof_received(self) -> None:
-        self._calls.gone(self)
-        self._ended("closed the connection")
+        self._pool.remove(self)
+        self._connection_ended("closed the connection")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._calls.gone(self)
-        self._ended(f"broke the connection off ({plain(exc)})" if exc else "closed the connection")
+        self._pool.remove(self)
+        self._connection_ended(
+            f"broke the connection off ({error_text(exc)})" if exc else "closed the connection"
+        )
         self._transport = None
         self._reader.close()
 
-    def _ended(self, why: str) -> None:
+    def _connection_ended(self, why: str) -> None:
         call = self._call
         if call is None:
             return
         reader = self._reader
-        if reader.closed():
+        if reader.complete_at_close():
             self._done(call)
             return
-        call.wire = None
+        call.connection = None
         self.abort()
-        untouched = not reader.status and not call.fresh
-        if untouched and time.monotonic() - call.sent_s < STALE_S:
-            self._calls.open(call)
+        may_be_stale = not reader.status and not call.fresh
+        if may_be_stale and time.monotonic() - call.sent_s < STALE_S:
+            self._pool.open(call)
         else:
-            call.lose(f"{why} before its answer" if not reader.status else f"{why} in its answer")
+            call.fail(f"{why} before its answer" if not reader.status else f"{why} in its answer")
 
 
-def plain(error: Exception) -> str:
-    """What went wrong, in words that do not depend on the event loop."""
+def error_text(error: Exception) -> str:
+    """The error in words that do not depend on the event loop."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     return str(getattr(error, "strerror", None) or error).lower()
@@ -257,19 +259,19 @@ class ConnectionPool:
         tls: ssl.SSLContext | None = None,
         connect_s: float = CONNECT_S,
         idle_s: float = IDLE_S,
-        most: float | None = None,
+        connections_max: float | None = None,
     ) -> None:
         self._tls = tls
         self._connect_s, self._idle_s = connect_s, idle_s
-        self._most = open_files() * SHARE_OF_FILES if most is None else most
-        self._kept: dict[Address, list[EngineConnection]] = {}
-        self._wires: set[EngineConnection] = set()
+        self._connections_max = open_files() * SHARE_OF_FILES if connections_max is None else connections_max
+        self._idle: dict[Address, list[EngineConnection]] = {}
+        self._connections: set[EngineConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._heads: dict[tuple[Address, bytes, bytes], bytes] = {}
         self._sweeping: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        return len(self._wires) + len(self._connecting)
+        return len(self._connections) + len(self._connecting)
 
     def send(
         self,
@@ -294,15 +296,15 @@ class ConnectionPool:
         else:
             data = fields + b"\r\n"
         call = EngineCall(address, data, listener, method == b"HEAD")
-        kept = self._kept.get(address)
-        if kept:
-            kept.pop().take(call)
+        idle = self._idle.get(address)
+        if idle:
+            idle.pop().take(call)
         else:
             self.open(call)
         return call
 
     async def close(self) -> None:
-        for connection in tuple(self._wires):
+        for connection in tuple(self._connections):
             connection.end("was left: the gateway ends")
         for task in tuple(self._connecting):
             task.cancel()
@@ -311,30 +313,30 @@ class ConnectionPool:
             self._sweeping.cancel()
 
     def connected(self, address: Address) -> bool:
-        """Whether an idle connection there is still open."""
-        return bool(self._kept.get(address))
+        """Whether an idle connection to the address is open."""
+        return bool(self._idle.get(address))
 
     def rtt_s(self, address: Address) -> float:
-        """A packet's way there and back over the idle connection last used; 0 where nobody knows."""
-        kept = self._kept.get(address)
-        return kept[-1].rtt_s() if kept else 0.0
+        """Round-trip time over the idle connection last used; 0 where it is unknown."""
+        idle = self._idle.get(address)
+        return idle[-1].rtt_s() if idle else 0.0
 
-    # What connections tell.
+    # Called by connections.
 
-    def made(self, connection: EngineConnection) -> None:
-        self._wires.add(connection)
+    def add(self, connection: EngineConnection) -> None:
+        self._connections.add(connection)
 
-    def keep(self, connection: EngineConnection) -> None:
-        connection.kept_s = time.monotonic()
-        self._kept.setdefault(connection.address, []).append(connection)
+    def add_idle(self, connection: EngineConnection) -> None:
+        connection.idle_since_s = time.monotonic()
+        self._idle.setdefault(connection.address, []).append(connection)
         if self._sweeping is None:
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
-    def gone(self, connection: EngineConnection) -> None:
-        self._wires.discard(connection)
-        kept = self._kept.get(connection.address)
-        if kept and connection in kept:
-            kept.remove(connection)
+    def remove(self, connection: EngineConnection) -> None:
+        self._connections.discard(connection)
+        idle = self._idle.get(connection.address)
+        if idle and connection in idle:
+            idle.remove(connection)
 
     def _head(self, address: Address, method: bytes, path: bytes) -> bytes:
         host = address.host.encode("ascii" if address.host.isascii() else "idna")
@@ -351,8 +353,8 @@ class ConnectionPool:
     def open(self, call: EngineCall) -> None:
         call.fresh = True
         loop = asyncio.get_running_loop()
-        if len(self) >= self._most and not self._make_room():
-            loop.call_soon(call.lose, "cannot be reached: too many connections are open")
+        if len(self) >= self._connections_max and not self._close_oldest_idle():
+            loop.call_soon(call.fail, "cannot be reached: too many connections are open")
             return
         call.connecting = loop.create_task(self._connect(call))
         self._connecting.add(call.connecting)
@@ -371,43 +373,43 @@ class ConnectionPool:
         except TimeoutError:
             why = f"cannot be reached: no connection within {self._connect_s:g} s"
         except (OSError, UnicodeError) as error:
-            why = f"cannot be reached ({plain(error)})"
+            why = f"cannot be reached ({error_text(error)})"
         except asyncio.CancelledError:  # By the call itself, which is over then, or by `close`.
             why = "was left: the gateway ends"
         call.connecting = None
         if why or call.over:
             connection.abort()
-            call.lose(why)
+            call.fail(why)
             return
         connection.take(call)
 
-    def _make_room(self) -> bool:
-        idle = [wires[0] for wires in self._kept.values() if wires]
+    def _close_oldest_idle(self) -> bool:
+        idle = [connections[0] for connections in self._idle.values() if connections]
         if not idle:
             return False
-        self._close_kept(min(idle, key=lambda connection: connection.kept_s))
+        self._close_idle(min(idle, key=lambda connection: connection.idle_since_s))
         return True
 
-    def _close_kept(self, connection: EngineConnection) -> None:
-        self.gone(connection)
+    def _close_idle(self, connection: EngineConnection) -> None:
+        self.remove(connection)
         connection.abort()
 
     def _sweep(self) -> None:
         self._sweeping = None
-        before_s = time.monotonic() - self._idle_s
-        for address, wires in tuple(self._kept.items()):
-            while wires and wires[0].kept_s <= before_s:
-                self._close_kept(wires[0])
-            if not wires:
-                del self._kept[address]
-        if self._kept:
+        idle_before_s = time.monotonic() - self._idle_s
+        for address, connections in tuple(self._idle.items()):
+            while connections and connections[0].idle_since_s <= idle_before_s:
+                self._close_idle(connections[0])
+            if not connections:
+                del self._idle[address]
+        if self._idle:
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
 
 class NoResponse(PotluckError): ...
 
 
-class _Whole:
+class _CollectedResponse:
     def __init__(self, most_bytes: int) -> None:
         self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._most_bytes = most_bytes
@@ -444,12 +446,12 @@ async def fetch(
     within_s: float = 5.0,
     most_bytes: int = 64_000_000,
 ) -> tuple[int, bytes]:
-    whole = _Whole(most_bytes)
-    call = connection_pool.send(address, method, path, body, whole, headers=headers)
-    late = f"{address.host}:{address.port} did not answer within {within_s:g} s"
-    timer = asyncio.get_running_loop().call_later(within_s, whole.lost, late)
+    collected = _CollectedResponse(most_bytes)
+    call = connection_pool.send(address, method, path, body, collected, headers=headers)
+    timeout_text = f"{address.host}:{address.port} did not answer within {within_s:g} s"
+    timer = asyncio.get_running_loop().call_later(within_s, collected.lost, timeout_text)
     try:
-        return await whole.answer
+        return await collected.answer
     finally:
         timer.cancel()
         call.cancel()

@@ -35,8 +35,10 @@ class HttpLimits:
 
 
 def calm() -> None:
-    """To be called once everything is made that lasts: it is never looked at again. Requests leave no cycles behind,
-    so there is little to find: it looks less often than Python's own 700 objects."""
+    """Exclude all present objects from garbage collection, and collect less often than Python does by default.
+
+    To be called when all lasting objects exist. Requests leave no reference cycles, so there is little to collect.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

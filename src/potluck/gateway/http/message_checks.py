@@ -34,7 +34,7 @@ class RequestLine(NamedTuple):
     method: bytes
     path: bytes
     query: bytes
-    v11: bool
+    http_1_1: bool
     authority: bytes = b""
     """Of a target in absolute form; it takes the place of the Host header."""
 
@@ -122,7 +122,7 @@ def check_trailer(name: bytes, trailer_count: int) -> None:
         raise HttpRefusal(431, f"there are more than {TRAILERS_MAX} trailers")
 
 
-def body_length(headers: Headers, v11: bool) -> int:
+def body_length(headers: Headers, http_1_1: bool) -> int:
     """Bytes of the body, CHUNKED or NO_LENGTH."""
     length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
     if coding is None:
@@ -133,17 +133,17 @@ def body_length(headers: Headers, v11: bool) -> int:
         return int(length)
     if length is not None:
         raise HttpRefusal(400, "content-length and transfer-encoding exclude each other")
-    if coding.lower() != b"chunked" or not v11:
+    if coding.lower() != b"chunked" or not http_1_1:
         status = 400 if coding.lower() == b"chunked" else 501
         raise HttpRefusal(status, "transfer-encoding can only be chunked, in HTTP/1.1")
     return CHUNKED
 
 
-def keeps_alive(headers: Headers, v11: bool) -> bool:
+def allows_keep_alive(headers: Headers, http_1_1: bool) -> bool:
     """Whether the connection carries further messages after this one; HTTP/1.0 connections never do."""
     options = headers.get(b"connection")
-    if options is None or not v11:
-        return v11
+    if options is None or not http_1_1:
+        return http_1_1
     return options in (b"keep-alive", b"Keep-Alive") or b"close" not in options.lower().replace(
         b" ", b""
     ).split(b",")

@@ -13,10 +13,10 @@ from potluck.gateway.http.message_checks import (
     CHUNKED,
     NO_LENGTH,
     RequestLine,
+    allows_keep_alive,
     body_length,
     check_trailer,
     fields,
-    keeps_alive,
     request_line,
     status_line,
 )
@@ -31,14 +31,16 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class HttpRequest:
-    __slots__ = ("body", "headers", "method", "path", "query", "stays", "v11")
+    __slots__ = ("body", "headers", "http_1_1", "keep_alive", "method", "path", "query")
 
     def __init__(self, line: RequestLine, headers: dict[bytes, bytes]) -> None:
-        self.method, self.path, self.query, self.v11, authority = line
+        self.method, self.path, self.query, self.http_1_1, authority = line
         self.headers = headers
         if authority:
             headers[b"host"] = authority
-        self.stays = self.v11 if b"connection" not in headers else keeps_alive(headers, self.v11)
+        self.keep_alive = (
+            self.http_1_1 if b"connection" not in headers else allows_keep_alive(headers, self.http_1_1)
+        )
         self.body = b""
 
 
@@ -47,7 +49,7 @@ class RequestReader:
 
     __slots__ = (
         "_body", "_buffer", "_chunks", "_fed_bytes", "_limits", "_line", "_missing_bytes", "_parse", "_request",
-        "_upgrade", "wants",
+        "_upgrade", "awaits_continue",
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -64,7 +66,7 @@ class RequestReader:
         self._upgrade = False
         """The head asks for an upgrade: httptools expects no HTTP after it, and is not given the body. A server may
         ignore the wish (RFC 9110, section 7.8)."""
-        self.wants = False
+        self.awaits_continue = False
         """The client waits for 100 Continue before it sends the body; the caller resets it when that is sent."""
 
     @property
@@ -86,7 +88,7 @@ class RequestReader:
         if request is None:
             return None
         headers = request.headers
-        length = body_length(headers, request.v11)
+        length = body_length(headers, request.http_1_1)
         if length == NO_LENGTH or length == 0:
             return request
         if b"expect" in headers and headers[b"expect"].lower() != b"100-continue":
@@ -107,7 +109,7 @@ class RequestReader:
         self._request = request
         if self._buffer:
             return self._take_body(request)
-        self.wants = request.v11 and b"expect" in headers
+        self.awaits_continue = request.http_1_1 and b"expect" in headers
         return None
 
     def _take_head(self) -> HttpRequest | None:
@@ -130,7 +132,7 @@ class RequestReader:
         self._fed_bytes = 0
         del lines[0]
         headers = fields(lines)
-        if line.v11 and b"host" not in headers:
+        if line.http_1_1 and b"host" not in headers:
             raise HttpRefusal(400, "the header host is missing")
         return HttpRequest(line, headers)
 
@@ -149,7 +151,7 @@ class RequestReader:
 
     def _take_body(self, request: HttpRequest) -> HttpRequest | None:
         data, chunks, body = self._buffer, self._chunks, self._body
-        self.wants = False
+        self.awaits_continue = False
         if chunks is None:
             piece, self._buffer = data[: self._missing_bytes], data[self._missing_bytes :]
             if not self._upgrade:
@@ -237,8 +239,8 @@ class ResponseReader:
     """The responses of one connection, one after the other: `begin` before each request."""
 
     __slots__ = (
-        "_bodiless", "_head", "_parse", "_parser", "_pieces", "_until_close", "headers", "on_body", "over", "rest",
-        "status", "stays",
+        "_bodiless", "_head", "_parse", "_parser", "_pieces", "_until_close", "complete", "has_extra_bytes",
+        "headers", "keep_alive", "on_body", "status",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -247,8 +249,8 @@ class ResponseReader:
         self._start_parser()
         self._head = b""
         self.headers: dict[bytes, bytes] = {}
-        self.stays = self._until_close = False
-        self.rest = False
+        self.keep_alive = self._until_close = False
+        self.has_extra_bytes = False
         """Bytes followed the response, which no request explains."""
         self.begin(False)
 
@@ -260,7 +262,7 @@ class ResponseReader:
         """Expect the response to a request. `bodiless`: to HEAD, of which httptools cannot be informed."""
         self._bodiless = bodiless
         self.status = 0
-        self.over = self.rest = False
+        self.complete = self.has_extra_bytes = False
 
     def close(self) -> None:
         """Break the cycle of reader and parser, so that no garbage collection is needed."""
@@ -271,9 +273,9 @@ class ResponseReader:
         try:
             self._parse(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if not self.over:
+            if not self.complete:
                 raise _refusal(error, "the response") from error
-            self.rest = True
+            self.has_extra_bytes = True
         if not self.status:
             self._take_head(self._head + data if self._head else data)
         pieces = self._pieces
@@ -295,31 +297,31 @@ class ResponseReader:
             self._head = head
             return
         lines = head[:end].split(b"\r\n")
-        self.status, v11 = status_line(lines[0])
+        self.status, http_1_1 = status_line(lines[0])
         del lines[0]
         self._head = b""
         self.headers = headers = fields(lines)
-        self.stays = v11 if b"connection" not in headers else keeps_alive(headers, v11)
-        self._until_close = b"content-length" not in headers and body_length(headers, v11) == NO_LENGTH
-        if self._bodiless and not (self.over and not self._pieces):
-            self.over, self.rest = True, bool(self._pieces)
+        self.keep_alive = http_1_1 if b"connection" not in headers else allows_keep_alive(headers, http_1_1)
+        self._until_close = b"content-length" not in headers and body_length(headers, http_1_1) == NO_LENGTH
+        if self._bodiless and not (self.complete and not self._pieces):
+            self.complete, self.has_extra_bytes = True, bool(self._pieces)
             self._pieces.clear()
             self._start_parser()  # The last one expects a body.
 
-    def closed(self) -> bool:
+    def complete_at_close(self) -> bool:
         """Whether the response is complete, now that the connection has ended."""
-        if self.status and self._until_close and not self.over:
-            self.over = self.rest = True
-        return self.over
+        if self.status and self._until_close and not self.complete:
+            self.complete = self.has_extra_bytes = True
+        return self.complete
 
     # Called by httptools.
 
     def on_message_begin(self) -> None:
-        if self.over:
+        if self.complete:
             raise HttpRefusal(400, "a response without a request")
 
     def on_message_complete(self) -> None:
-        self.over = self._parser.get_status_code() >= 200  # Interim responses are none.
+        self.complete = self._parser.get_status_code() >= 200  # Interim responses are none.
 
 
 def _ignore(data: bytes) -> None: ...

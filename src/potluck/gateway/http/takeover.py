@@ -1,9 +1,9 @@
 """A gateway hands its ports to the next one, so that no connection is refused while one takes the other's place.
 
     new ─▶ old    connects to a Unix socket that only their user can open
-    old ─▶ new    the listening sockets of clients and operators themselves: who waits there is met by either;
-                  and which engines get nothing new, as operators said
-    new ─▶ old    "serving", once it can answer: the old one takes nothing new, and ends when what is open has ended
+    old ─▶ new    the listening sockets of clients and operators: both processes accept waiting connections;
+                  and which replicas and nodes are cordoned
+    new ─▶ old    "serving", once it can answer: the old gateway accepts no more and ends after its open requests
 
 A successor that dies before it serves changes nothing.
 """
@@ -102,7 +102,7 @@ class SocketHandover:
                 os.umask(before)
             self._listener.listen(4)
             self._inode = fresh.stat().st_ino
-            fresh.replace(path)  # whoever looks finds the one before or this one
+            fresh.replace(path)  # replaces the socket of the gateway before at once
         except OSError as error:
             self._listener.close()
             raise InputError(FIELD, f"{path} cannot be made ({error.strerror or error})") from error
@@ -151,7 +151,7 @@ OPERATORS = "operators"  # What such a socket is called (LISTEN_FDNAMES); others
 
 
 def inherited() -> tuple[list[socket.socket], list[socket.socket]]:
-    """Those for clients and those for operators; taken once, and by nobody whom this process starts."""
+    """Listening sockets from the environment, for clients and for operators; child processes do not inherit them."""
     count, pid = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
     first = os.environ.pop("LISTEN_FDS_FIRST", "")  # a controller of ours says from which number on
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
