@@ -1,9 +1,9 @@
-"""What a sender has to send, and to whom it gave which piece of it. No I/O, no clock.
+"""The send queue of one transfer: its chunks in pieces, assigned to connections. No I/O, no clock.
 
-Chunks are cut into pieces; whichever connection is free takes the next, so that a slow one carries less. Pieces that
-were given to a connection and not acknowledged are given out again when it is lost, before anything new. A chunk is
-begun only if it fits into the receiver's window together with those that the receiver has not used up, or if there
-are none of those; and its bytes are let go as soon as all its pieces are acknowledged.
+The next piece goes to the connection that is free first, so that a slow one carries less. Unacknowledged pieces of a
+lost connection are assigned again before new ones. A chunk is started only if it fits into the receiver's window
+together with the chunks that the receiver has not consumed, or if there are none. Its bytes are freed when all its
+pieces are acknowledged.
 """
 
 from __future__ import annotations
@@ -19,47 +19,54 @@ from potluck.kv.frames import Ack, ChunkPiece, SenderProblem, TransferEnd
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    chunk: KvChunk  # But for its bytes.
+    """A chunk's bytes as they are sent, with the checksums of its pieces."""
+
+    chunk: KvChunk  # Without its bytes.
     body: memoryview
-    checks: tuple[Sums | None, ...]  # Of each piece, or left to the connection that sends it.
+    checks: tuple[Sums | None, ...]  # Of each piece; None: computed by the connection that sends it.
     piece_bytes: int
 
 
 @dataclass(slots=True)
 class _Item:
+    """A chunk of the queue."""
+
     index: int
     chunk: KvChunk  # Without its bytes.
     body: memoryview | None
     size: int
     checks: tuple[Sums | None, ...]
-    left: int  # Pieces that were not acknowledged.
+    left: int  # Unacknowledged pieces.
 
 
-Given = tuple[_Item, int]
+AssignedPiece = tuple[_Item, int]
+"""(chunk, index of the piece)"""
 
 
 @dataclass(slots=True)
 class _ConnectionState:
+    """The pieces that a connection has sent and that are not acknowledged."""
+
     most_unacked: int
-    unacked: deque[Given] = field(default_factory=deque)
+    unacked: deque[AssignedPiece] = field(default_factory=deque)
     acked: int = 0
-    told: bool = False  # Whether it was given the end, or the problem.
+    end_sent: bool = False  # Whether it was assigned the end or the problem.
 
 
 class SendQueue:
-    """The chunks of one transfer; its caller sees to it that one thread at a time is in here."""
+    """The chunks of one transfer; callers hold a lock."""
 
     def __init__(self, piece_bytes: int) -> None:
         self.piece_bytes = piece_bytes
-        self.held_bytes = 0  # Of chunks that were not acknowledged.
-        self.queued_bytes = 0  # Of chunks that no connection was given yet.
+        self.held_bytes = 0  # Of unacknowledged chunks.
+        self.queued_bytes = 0  # Of chunks that are not started.
         self.sent_again_bytes = 0
         self._window_bytes = 0
-        self._fresh: deque[_Item] = deque()
-        self._again: deque[Given] = deque()
-        self._current: Given | None = None
+        self._not_started: deque[_Item] = deque()
+        self._to_resend: deque[AssignedPiece] = deque()
+        self._current: AssignedPiece | None = None
         self._connections: dict[int, _ConnectionState] = {}
-        self._begun_bytes = 0
+        self._started_bytes = 0
         self._released_bytes = 0
         self._chunks = 0
         self._total_bytes = 0
@@ -77,7 +84,7 @@ class SendQueue:
     def failed(self) -> bool:
         return isinstance(self._last, SenderProblem)
 
-    # The sender's side.
+    # Called by the sender.
 
     def put(self, encoded_chunk: EncodedChunk) -> None:
         if self._last is not None:
@@ -93,17 +100,17 @@ class SendQueue:
         )
         if encoded_chunk.piece_bytes != self.piece_bytes:
             self._cut(item)
-        self._fresh.append(item)
+        self._not_started.append(item)
         self._chunks += 1
         self._total_bytes += size
         self.held_bytes += size
         self.queued_bytes += size
 
     def cut(self, most_bytes: int) -> None:
-        """Make pieces no larger than that, before any of them is given out."""
+        """Limit the size of pieces, before any piece is assigned."""
         if most_bytes < self.piece_bytes:
             self.piece_bytes = most_bytes
-            for item in self._fresh:
+            for item in self._not_started:
                 self._cut(item)
 
     def _cut(self, item: _Item) -> None:
@@ -121,12 +128,12 @@ class SendQueue:
     def drop(self) -> None:
         for conn in self._connections.values():
             conn.unacked.clear()
-        self._fresh.clear()
-        self._again.clear()
+        self._not_started.clear()
+        self._to_resend.clear()
         self._current = None
         self.held_bytes = self.queued_bytes = 0
 
-    # The connections' side.
+    # Called by connections.
 
     def open(self, window_bytes: int) -> None:
         self._window_bytes = window_bytes
@@ -140,15 +147,15 @@ class SendQueue:
 
     @property
     def work(self) -> int:
-        """How many connections could be given something now."""
+        """Number of connections that could be assigned a piece now."""
         if self.failed:
             return len(self._connections)
-        count = len(self._again)
+        count = len(self._to_resend)
         if self._current is not None:
             item, k = self._current
             count += len(item.checks) - k
-        under_way_bytes = self._begun_bytes - self._released_bytes
-        for item in self._fresh:
+        under_way_bytes = self._started_bytes - self._released_bytes
+        for item in self._not_started:
             if under_way_bytes and under_way_bytes + item.size > self._window_bytes:
                 break
             under_way_bytes += item.size
@@ -156,24 +163,26 @@ class SendQueue:
         return max(count, self._end_due())
 
     def _end_due(self) -> bool:
-        """Once everything is given out, one connection says so; another one if that is lost."""
-        given_out = self._current is None and not self._fresh and not self._again
+        """Whether a connection should send the end: all pieces are assigned and no connection has sent it."""
+        all_assigned = self._current is None and not self._not_started and not self._to_resend
         return (
-            given_out and self._last is not None and not any(one.told for one in self._connections.values())
+            all_assigned
+            and self._last is not None
+            and not any(one.end_sent for one in self._connections.values())
         )
 
     def next(self, conn: int) -> tuple[ChunkPiece, memoryview] | TransferEnd | SenderProblem | None:
-        """What a connection sends next; None while there is nothing, or no room."""
+        """The next message of a connection; None while there is none or the window is full."""
         state = self._connections[conn]
-        if self.failed and not state.told:
-            state.told = True
+        if self.failed and not state.end_sent:
+            state.end_sent = True
             return self._last
         if self._end_due():
-            state.told = True
+            state.end_sent = True
             return self._last
         if len(state.unacked) >= state.most_unacked:
             return None
-        given = self._again.popleft() if self._again else self._new()
+        given = self._to_resend.popleft() if self._to_resend else self._new()
         if given is None:
             return None
         state.unacked.append(given)
@@ -183,16 +192,16 @@ class SendQueue:
         data = item.body[at : at + self.piece_bytes]
         return ChunkPiece(item.index, item.chunk, item.size, at, len(data), item.checks[k]), data
 
-    def _new(self) -> Given | None:
+    def _new(self) -> AssignedPiece | None:
         if self._current is None:
-            if not self._fresh or self.failed:
+            if not self._not_started or self.failed:
                 return None
-            item = self._fresh[0]
-            under_way_bytes = self._begun_bytes - self._released_bytes
+            item = self._not_started[0]
+            under_way_bytes = self._started_bytes - self._released_bytes
             if under_way_bytes and under_way_bytes + item.size > self._window_bytes:
                 return None
-            self._fresh.popleft()
-            self._begun_bytes += item.size
+            self._not_started.popleft()
+            self._started_bytes += item.size
             self.queued_bytes -= item.size
             self._current = (item, 0)
         item, k = self._current
@@ -200,12 +209,12 @@ class SendQueue:
         return item, k
 
     def ack(self, conn: int, ack: Ack) -> int:
-        """How many pieces it acknowledges that were not before."""
+        """The number of newly acknowledged pieces."""
         state = self._connections[conn]
         new = ack.pieces - state.acked
         if self.failed:
             return 0
-        if not 0 <= new <= len(state.unacked) or ack.released_bytes > self._begun_bytes:
+        if not 0 <= new <= len(state.unacked) or ack.released_bytes > self._started_bytes:
             raise FormatError("hand-over", "acknowledges what was never sent")
         state.acked = ack.pieces
         self._released_bytes = max(self._released_bytes, ack.released_bytes)
@@ -220,14 +229,14 @@ class SendQueue:
     def lost(self, conn: int) -> None:
         state = self._connections.pop(conn, None)
         if state is not None:
-            self._again.extendleft(reversed(state.unacked))
+            self._to_resend.extendleft(reversed(state.unacked))
             self.sent_again_bytes += sum(
                 min(self.piece_bytes, item.size - k * self.piece_bytes) for item, k in state.unacked
             )
 
 
 def pack(chunk: KvChunk, piece_bytes: int, *, now: bool = True) -> EncodedChunk:
-    """Cut a chunk, and check its pieces `now`, which is the one part of the sender's work that takes time."""
+    """Encode a chunk; `now` computes the checksums, the only expensive part of the sender's work."""
     body = memoryview(chunk.data).cast("B").toreadonly()
     if len(chunk.parameters):
         body = memoryview(b"".join((chunk.parameters, body)))

@@ -1,4 +1,4 @@
-"""Run a plan in simulation: one call from a plan and a workload to all that came of it."""
+"""Run a plan in simulation: from a plan and a workload to a `SimResult`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ RELATIVE = 1e-6
 
 
 def check(world: SimWorld) -> list[str]:
-    """Everything that does not hold at the end of a run; empty when all does. `midway` holds at any time."""
+    """Violated invariants at the end of a run; those of `midway` hold at any time."""
     return [*midway(world), *_wrong_requests(world), *_left_over(world)]
 
 
 def midway(world: SimWorld) -> list[str]:
-    """What holds at any time: no replica over its memory, no pipe with more or less than it was given."""
+    """Violated invariants of replicas' memory and pipes' bytes."""
     texts = []
     for sim_replica in world.replicas.values():
         sim_engine = sim_replica.replica
@@ -108,7 +108,7 @@ class WorldOptions(TypedDict, total=False):
     progress: Callable[[int, int], None] | None
     mind: Callable[[ReplicaModels, Policy], Decider] | None  # Replaces the Brain, for tests.
     replica_models: ReplicaModels | None
-    """Of an earlier run of the same plan: timing its replicas may take longer than a short run."""
+    """Replica models of an earlier run of the same plan, to avoid timing its replicas again."""
 
 
 def simulate(
@@ -122,7 +122,7 @@ def simulate(
 ) -> SimResult:
     """Serve a workload with a plan's fleet. The same arguments give the same result and the same log, byte by byte.
 
-    A run whose totals do not agree is an error of ours and raised as one.
+    A run with violated invariants raises an AssertionError.
     """
     policy = policy or Policy()
     with uncollected():
@@ -139,7 +139,7 @@ def simulate(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector, which costs a tenth of a run: nothing here makes cycles by the million."""
+    """Disable the garbage collector, which costs a tenth of a run; the simulator creates few cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -183,9 +183,9 @@ def replica_models_of(resolved: ResolvedPlan, workload: Workload) -> ReplicaMode
 
 
 def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:
-    """Whether any decision looks at what replicas, links and caches report, and at when first tokens come.
+    """Whether any rule reads reports of replicas, links and caches, or the times of first tokens.
 
-    Replicas that all do the whole work are chosen by what was sent to them.
+    Mixed replicas without flows are chosen by the requests sent to them alone.
     """
     if policy.scaling != "none" or workload.blocks is not None or plan.flows:
         return True
@@ -194,7 +194,7 @@ def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:
 
 
 def maker(fast_forward: bool = True) -> Make:
-    """Makes replicas; those of one model share its step times and limits."""
+    """A factory of engines; those of one model share step times and limits."""
     tables: dict[int, tuple[ReplicaModel, StepTimes, BatchLimits]] = {}
 
     def make(replica_model: ReplicaModel, role: Role) -> SimEngine:

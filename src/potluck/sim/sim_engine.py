@@ -1,4 +1,4 @@
-"""One simulated replica: a Batcher, timed by a table, advanced only when something touches it.
+"""The engine of a simulated replica: a Batcher with step times from a table, advanced on demand.
 
 Under way is either one scheduled step, or a run of equal decode steps, from `_start_s` to `_end_s`. An arrival cuts a
 run at the end of the step under way. So the cost grows with arrivals and ends, not with tokens. With `fast_forward`
@@ -30,12 +30,12 @@ UPPER_S: Final = [LEAST_S * 2.0 ** ((place + 1) / BINS_PER_DOUBLING) for place i
 
 
 class TokenGaps:
-    """Counts of gaps by bin; sorted many at a time, into bins that are made when they are first needed."""
+    """A histogram of the gaps between output tokens; gaps are counted in chunks."""
 
     def __init__(self) -> None:
         self._counts: Floats | None = None
         self.gaps_s: list[float] = []
-        """Not yet counted; `tokens` has as many."""
+        """Gaps not counted yet; `tokens` has the number of tokens of each."""
         self.tokens: list[int] = []
 
     def add(self, gap_s: float, tokens: int) -> None:
@@ -61,13 +61,13 @@ class TokenGaps:
 
 
 TimedHappening = tuple[float, int, int]
-"""When, what (FIRST, DONE, FINISHED, PREEMPTED of `core.replica.batch`), to whom (key)."""
+"""(time, FIRST, DONE, FINISHED or PREEMPTED of `core.replica.batch`, request key)."""
 
 
 def replica_limits(
     table: StepTimes, total_blocks: int, *, token_budget: int = CHUNK_TOKENS, max_running: int = MAX_BATCH
 ) -> BatchLimits:
-    """A pipeline's round holds a budget for each of its lanes; a prompt is in one of them."""
+    """A pipeline's round has a token budget for each of its lanes; a prompt is in one lane."""
     return BatchLimits(
         total_blocks,
         token_budget=max(token_budget * table.lanes, max_running),
@@ -77,7 +77,7 @@ def replica_limits(
 
 
 class SimEngine:
-    """See above. Times never go back; call `advance` at `wake_s` at the latest."""
+    """Times must not decrease; callers call `advance` at `wake_s` at the latest."""
 
     def __init__(self, table: StepTimes, limits: BatchLimits, *, fast_forward: bool = True) -> None:
         self.table = table
@@ -86,7 +86,7 @@ class SimEngine:
         self.gaps = TokenGaps()
         """Gaps between output tokens, as a histogram."""
         self.computed_tokens = 0
-        """Prompt tokens computed, those of recomputation included."""
+        """Prompt tokens computed, including recomputation."""
         self.decoded_tokens = 0
         self._fast = fast_forward
         self._speed = 1.0
@@ -96,9 +96,9 @@ class SimEngine:
         self._start_s = 0.0
         self._end_s = inf
         self.wake_s = inf
-        """Nothing happens before; infinite when idle; past `_end_s` when the step that begins there is foreseen."""
+        """Time of the next event; infinite when idle; after `_end_s` when the following step is known."""
         self._ahead: tuple[int, int, int, float] | None = None
-        """That step: its chunks, decodes and their contexts, its seconds."""
+        """The following step: chunks, decodes, their context tokens, seconds."""
         self._asked = (-1.0, -1.0, 0, 0.0)
         """The last question how far a run is: when, of the run begun when, and the answer of `DecodeRow.cut`."""
         self._step: BatchStep | None = None
@@ -109,7 +109,7 @@ class SimEngine:
         self._context = 0
         self._out: list[TimedHappening] = []
         self._paused: dict[int, float] = {}
-        """When preempted requests made their last token."""
+        """Time of the last token of preempted requests, by key."""
 
     def add(
         self,
@@ -122,9 +122,9 @@ class SimEngine:
         tenant: str = "",
         weight: float = 1.0,
     ) -> None:
-        """Run a segment of a request; it begins with the next step that has room for it.
+        """Submit a segment of a request; it begins with the next step that has room for it.
 
-        `context_tokens` have their KV here, received or cached; no output tokens: a segment that hands over.
+        `context_tokens` have their KV here, received or cached. Without output tokens the segment hands over.
         """
         if self._end_s < now_s:
             self._catch_up(now_s)

@@ -1,4 +1,4 @@
-"""How the simulated world runs; nothing of it is known to the Brain."""
+"""Settings of the simulated world; the Brain does not know them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from potluck.core.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class SimSettings:
+    """How a run is simulated."""
+
     fast_forward: bool = True
     overlap: bool = True  # Send KV layer by layer while the prefill runs; otherwise in one piece after it.
     reports: bool | None = None
-    """Whether replicas and links report; None: when some rule of the policy reads what they say."""
+    """Whether replicas and links report; None: if a rule of the policy reads reports."""
     first_tokens: bool | None = None
-    """Whether the Brain hears of first tokens; None: when some rule reads them, or a log is written."""
+    """Whether first tokens are events; None: if a rule reads them or a log is written."""
     report_period_s: float = 0.25
     report_delay_s: float = 0.05
-    caches: bool = True  # Keep prefixes, where requests carry blocks.
+    caches: bool = True  # Simulate prefix caches, where requests have block hashes.
     warm: bool = True  # The first plan's replicas are ready at once.
     tick_s: float = 1.0
-    planner_s: float = 10.0  # From asking the planner to its answer.
+    planner_s: float = 10.0  # Duration of a replan.
     heartbeat_s: float = 0.0
-    """How long nothing must be heard of a replica until it counts as lost (THUNDERSERVE 3.4); 0: known at once."""
-    samples: int = 0  # How many times to look at every replica, for plots.
-    end_s: float = inf  # Stop here whatever is open.
+    """Heartbeat timeout after which a failed replica counts as lost (THUNDERSERVE 3.4); 0: known at once."""
+    samples: int = 0  # Number of samples of every replica's state, for plots.
+    end_s: float = inf  # The run stops here, even with open requests.
 
     def __post_init__(self) -> None:
         for name in ("report_period_s", "tick_s"):

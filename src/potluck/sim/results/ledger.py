@@ -1,4 +1,4 @@
-"""The books of a run: one row per request in plain arrays, and what the nodes cost over time."""
+"""The ledger of a run: one row per request in plain arrays, and the cost of nodes over time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from potluck.sim.results.records import RequestRecords
 
 
 class RequestLedger:
-    """Columns that the world writes by request number; `records` makes the finished table of them."""
+    """Columns that the simulated world writes by request number."""
 
     def __init__(self, count: int) -> None:
         self.first_token_s = array("d", [nan]) * count
@@ -34,7 +34,7 @@ class RequestLedger:
         self.route = array("b", [0]) * count
 
     def records(self, workload: Workload) -> RequestRecords:
-        """The table; its columns share the ledger's memory."""
+        """The table of requests; its columns share the ledger's memory."""
         names = ("models", "arrival_s", "model", "prompt_tokens", "output_tokens", "labels")
         columns: dict[str, Any] = {name: getattr(workload, name) for name in names}
         own = [field.name for field in fields(RequestRecords) if field.name not in columns]
@@ -46,7 +46,7 @@ def _column(column: array[Any]) -> Any:
 
 
 class CostMeter:
-    """What the fleet costs: a rate in USD an hour that changes when a machine or copy comes, goes or changes price.
+    """The fleet's cost in USD/h over time; it changes with machines, replicas and prices.
 
     Reserved nodes, head nodes and weights in storage count as in a plan (`core.values.fleet_cost`).
     """
@@ -58,13 +58,13 @@ class CostMeter:
         self._machines: dict[tuple[str, str], int] = {}
         self._starting: dict[tuple[str, str], int] = {}
         self._replicas: dict[tuple[str, str], int] = {}
-        """(region, model) to replicas whose weights are kept there."""
+        """(region, model) to the number of replicas, whose weights are in the region's storage."""
         self.rates: list[tuple[float, float]] = []
         self.start_rates: list[tuple[float, float]] = []
-        """Of the same, what is paid for machines that have not served yet."""
+        """The part of the cost for machines that have not served yet."""
 
     def rent(self, at_s: float, region: str, node: str) -> None:
-        """A machine more."""
+        """A machine is rented."""
         key = (region, node)
         self._machines[key] = self._machines.get(key, 0) + 1
         self._starting[key] = self._starting.get(key, 0) + 1
@@ -81,7 +81,7 @@ class CostMeter:
         self._note(at_s)
 
     def store(self, at_s: float, region: str, model: str, replicas: int) -> None:
-        """So many replicas of a model more in a region, or fewer: its weights are in storage while there is one."""
+        """Change a model's number of replicas in a region: its weights are in storage while there is one."""
         key = (region, model)
         self._replicas[key] = self._replicas.get(key, 0) + replicas
         self._note(at_s)
@@ -93,7 +93,7 @@ class CostMeter:
 
     def _note(self, at_s: float) -> None:
         rent = rent_usd_per_h(self._offers, self._machines)
-        # Machines that served already take the reserved nodes first.
+        # Reserved nodes are assigned to machines that have served first.
         served = {key: count - self._starting.get(key, 0) for key, count in self._machines.items()}
         used = {region for (region, _), count in self._machines.items() if count}
         fixed = heads_usd_per_h(self._regions.values(), used)

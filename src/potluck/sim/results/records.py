@@ -1,4 +1,4 @@
-"""What a run leaves behind: one row per request in columns, and what replicas, links and money did.
+"""Results of a run: one row per request in columns, and records of replicas, links and costs.
 
 Columns are numpy arrays of one length, in order of arrival, about 70 bytes a request. Times are absolute:
 TTFT = first_token_s - arrival_s; TPOT = (finish_s - first_token_s) / (streamed_tokens - 1).
@@ -10,7 +10,7 @@ TTFT = first_token_s - arrival_s; TPOT = (finish_s - first_token_s) / (streamed_
     outcome           ANSWERED, REFUSED, CANCELLED (0: still open, only in a run cut short)
     reason            place in REASONS: why it was refused; 0 otherwise
     attempts          times it was sent, retries included; 0 when it never was
-    preemptions       times a replica put it back for want of memory
+    preemptions       times a replica preempted it for lack of memory
     route             AGGREGATED, HANDED_OVER (all of the prompt elsewhere), SPLIT; of the last attempt
     prefill_replica   place in `SimResult.replicas` of the first segment's replica, -1: none; decode_replica: last
     cached_tokens     prompt tokens found in prefix caches, last attempt
@@ -48,6 +48,8 @@ Ints = NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class RequestRecords:
+    """One row per request; the module's text explains the columns."""
+
     models: tuple[str, ...]
     arrival_s: Floats
     model: Ints
@@ -80,13 +82,15 @@ class RequestRecords:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
+    """A replica of a run."""
+
     id: str
     unit: str
     template: str
     model: str
     region: str
     role: str
-    """As planned; `changes` tells of flips."""
+    """As planned; `changes` has flips."""
     nodes: tuple[str, ...]
     """Node types that it stands on, one entry per node."""
     gpus: int
@@ -94,7 +98,7 @@ class ReplicaRecord:
     """(time, state, role) from each time on; states: starting, ready, draining, leaving, stopped, lost."""
     busy_s: float
     prefill_tokens: int
-    """Prompt tokens computed, those computed again after a preemption included."""
+    """Prompt tokens computed, including recomputation after preemptions."""
     decode_tokens: int
     gaps: tuple[tuple[float, float], ...] = ()
     """Histogram of the gaps between two output tokens: (upper edge in s, count); the source of TBT."""
