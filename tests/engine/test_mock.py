@@ -31,7 +31,7 @@ from potluck.engine.mock.mock_executor import (
     chunk_of,
     times_of,
 )
-from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer, NicSchedule, lent
+from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer, NicSchedule
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 from potluck.kv.codec_layout import Codec
 from potluck.kv.peer_connections import LinkReport
@@ -223,8 +223,6 @@ def test_mock_kv_is_sent_scaled_and_reported_in_full_size(codec: Codec) -> None:
     assert len(sent.data) + len(sent.parameters) == pytest.approx(transfer.kv_bytes(sent) / 100.0, rel=1e-3)
     assert transfer.here_s("peer", sent) is None
     assert transfer.restored(sent) == made
-    few = transfer.leaves("peer", lent([1, 2], 0, 0, 32))
-    assert few == lent([1, 2], 0, 0, 32), "what is lent goes as it is"
     told = transfer.told(LinkReport("peer", 1, 5.0, 7, 0, 0.0, 0.0, 2, 3))
     assert (told.moved_bytes, told.goodput_bytes_per_s, told.retransmits, told.queue_bytes) == (
         700,
@@ -363,8 +361,9 @@ def test_received_mock_kv_is_limited_by_the_receiver_card() -> None:
     """A card of 1 GB/s: chunks that come faster queue there, slower ones do not, and pauses are not made up for."""
     now_s = [10.0]
     kv_transfer = MockKvTransfer(KvSizes(LLAMA), AlphaBeta(0.0, 1e9), clock=lambda: now_s[0])
-    chunks = [lent([1] * 62, layer, 0, 992) for layer in range(KvSizes(LLAMA).layers)]
-    each_s = kv_transfer.kv_bytes(chunks[0]) / 1e9
+    each_s = kv_transfer.kv_bytes(chunk_of(1, 0, 0, 992)) / 1e9
+    sent_times = ChunkTimes(each_s, 0.0, 0.0)
+    chunks = [chunk_of(1, layer, 0, 992, times=sent_times) for layer in range(KvSizes(LLAMA).layers)]
     here_s = [kv_transfer.here_s("peer", chunk) for chunk in chunks]
     assert here_s == pytest.approx([10.0 + (place + 1 / 8) * each_s for place in range(len(chunks))])
     now_s[0] = 11.0
@@ -381,7 +380,7 @@ def test_slow_link_of_one_sender_does_not_delay_another() -> None:
     thin, wide, receiver = (
         MockKvTransfer(cargo, AlphaBeta(0.0, rate), clock=clock) for rate in (1e6, 1e9, 1e9)
     )
-    chunks = [lent([1] * 62, layer, 0, 992) for layer in range(cargo.layers)]
+    chunks = [chunk_of(1, layer, 0, 992) for layer in range(cargo.layers)]
     size = receiver.kv_bytes(chunks[0])
     for chunk in chunks:
         slow_s = receiver.here_s("thin", thin.leaves("receiver", computed(chunk, now_s)))

@@ -10,7 +10,7 @@ from math import ceil
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.scaling.cauchy_scaling import cheapest_cover, options, startable_rates, weight
+from potluck.core.scaling.cauchy_scaling import cheapest_cover, copy_options, copy_weight, startable_rates
 from potluck.core.values.plan import Plan, Template, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.current_problem import MOST, with_candidates
@@ -76,7 +76,7 @@ def test_scale_up_choice_is_the_cheapest_cover_of_all_candidates(plan: Plan, see
     chance = random.Random(seed)
     regions = tuple(market(*(chance.randint(0, 2) for _ in USD_PER_H), region=name) for name in ("a", "b"))
     few = replace(plan, templates=plan.templates[:1], candidates=plan.candidates[:4])
-    offers = options(few, startable_rates(few, "m", {0: 1.0}, regions, ()), regions)
+    offers = copy_options(few, startable_rates(few, "m", {0: 1.0}, regions, ()), regions)
     free = {(r.name, o.node): o.available for r in regions for o in r.offers}
     deficit = chance.uniform(1.0, 30.0)
     best, least = None, float("inf")
@@ -104,7 +104,7 @@ def test_scale_up_choice_is_the_cheapest_cover_of_all_candidates(plan: Plan, see
 def test_candidate_weights_equal_the_objective_of_the_strategy_program(plan: Plan) -> None:
     template = plan.candidates[0]
     weights = {
-        name: weight(name, template, 2.0, 5.0) for name in ("auto", "cauchy-mc", "cauchy", "cauchy-mce")
+        name: copy_weight(name, template, 2.0, 5.0) for name in ("auto", "cauchy-mc", "cauchy", "cauchy-mce")
     }
     served_per_usd = 5.0 * 3600 / 2.0
     assert weights["auto"] == weights["cauchy-mc"] == 2.0
@@ -112,7 +112,7 @@ def test_candidate_weights_equal_the_objective_of_the_strategy_program(plan: Pla
     assert weights["cauchy-mce"] == pytest.approx(1.0 / served_per_usd)
     if plan.strategy == "cauchy-ce":
         assert template.ce_tokens_per_usd > 0
-        assert weight("cauchy-ce", template, 2.0, 5.0) == pytest.approx(2.0 / template.ce_tokens_per_usd)
+        assert copy_weight("cauchy-ce", template, 2.0, 5.0) == pytest.approx(2.0 / template.ce_tokens_per_usd)
 
 
 def test_strategies_without_templates_are_the_known_ones() -> None:
