@@ -103,7 +103,7 @@ class RequestReader:
                 request.body = body = data[:length]
                 self._buffer = data[length:]
                 if not self._upgrade:
-                    self._feed_parser(body)
+                    self._parse(body)
                 return request
             self._missing_bytes = length
         self._request = request
@@ -155,7 +155,7 @@ class RequestReader:
         if chunks is None:
             piece, self._buffer = data[: self._missing_bytes], data[self._missing_bytes :]
             if not self._upgrade:
-                self._feed_parser(piece)
+                self._parse(piece)
             body += piece
             self._missing_bytes -= len(piece)
             complete = not self._missing_bytes
