@@ -28,7 +28,7 @@ from potluck.engine.compute.handover import (
 from potluck.engine.compute.runner import Runner
 from potluck.engine.loop.jobs import JobComputed, LayerSent
 from potluck.engine.memory import pinned
-from potluck.engine.mock.mock_executor import MORE, NOTHING, chunk_of
+from potluck.engine.mock.mock_executor import EMPTY_HISTORY, PART_FOLLOWS, chunk_of
 from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer
 from potluck.kv.assembly import MissingParts
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
@@ -281,9 +281,9 @@ def test_mock_kv_chunks_have_the_size_of_the_whole(kind: str, since: int) -> Non
     kv_transfer = MockKvTransfer(KvSizes(model), AlphaBeta(0.0, 1e9))
     stops = (since, 100, 400, 430, 431)
     for layer in range(KvSizes(model).layers):
-        whole = kv_transfer.kv_bytes(chunk_of(NOTHING, layer, since, 431))
+        whole = kv_transfer.kv_bytes(chunk_of(EMPTY_HISTORY, layer, since, 431))
         parts = [
-            chunk_of(NOTHING, layer, first, stop, since if stop == 431 else MORE)
+            chunk_of(EMPTY_HISTORY, layer, first, stop, since if stop == 431 else PART_FOLLOWS)
             for first, stop in pairwise(stops)
         ]
         assert sum(map(kv_transfer.kv_bytes, parts)) == pytest.approx(whole, abs=2 * len(parts))

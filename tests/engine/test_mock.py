@@ -21,9 +21,9 @@ from potluck.engine.compute.executor import CacheExport, RunnerSize, SequenceWor
 from potluck.engine.loop.jobs import JobComputed, JobEnded, LayerSent
 from potluck.engine.mock.mock_engine import StepDurations
 from potluck.engine.mock.mock_executor import (
+    EMPTY_HISTORY,
     FACTOR,
     MASK,
-    NOTHING,
     SPREAD,
     ChunkTimes,
     Vocabulary,
@@ -56,10 +56,10 @@ def answer(tokens: list[int], output: int, sampling: Sampling = SAMPLED) -> list
 
 @given(st.lists(st.integers(0, 200_000), max_size=200), st.lists(st.integers(0, 200), max_size=4))
 def test_mock_history_hash_does_not_depend_on_chunking(tokens: list[int], cuts: list[int]) -> None:
-    by_hand = NOTHING
+    by_hand = EMPTY_HISTORY
     for token in tokens:
         by_hand = (by_hand * FACTOR + (token + 1) * SPREAD) & MASK
-    result, places = NOTHING, [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    result, places = EMPTY_HISTORY, [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     for start, stop in pairwise(places):
         result = after(result, tokens[start:stop])
     assert result == by_hand
@@ -71,7 +71,7 @@ def test_different_history_gives_different_mock_tokens(tokens: list[int], data: 
     other = [*tokens]
     other[place] += 1
     many = Vocabulary(1 << 40, range(1 << 32))  # type: ignore[arg-type]
-    drawn = [many.draw(after(NOTHING, item), Sampling(), 0).token for item in (tokens, other)]
+    drawn = [many.draw(after(EMPTY_HISTORY, item), Sampling(), 0).token for item in (tokens, other)]
     assert drawn[0] != drawn[1]
 
 
@@ -141,15 +141,15 @@ def receive_and_draw(chunks: list[KvChunk], tokens: list[int], start: int = 0) -
     incoming.finish()
     made.grow(row, len(tokens) + 1)
     (choice,) = made.step([SequenceWork(row, len(tokens), [1])], [TokenDraw(Sampling(), len(tokens) + 1)])
-    assert choice == WORDS.draw(after(NOTHING, [*tokens, 1]), Sampling(), len(tokens) + 1)
+    assert choice == WORDS.draw(after(EMPTY_HISTORY, [*tokens, 1]), Sampling(), len(tokens) + 1)
 
 
 def test_mock_engine_accepts_only_kv_of_the_same_tokens() -> None:
     tokens = prompt(50)
     layers = range(KvSizes(LLAMA).layers)
-    right = [chunk_of(after(NOTHING, tokens), layer, 0, 50) for layer in layers]
+    right = [chunk_of(after(EMPTY_HISTORY, tokens), layer, 0, 50) for layer in layers]
     receive_and_draw(right, tokens)
-    other = [chunk_of(after(NOTHING, [*tokens[:-1], 0]), layer, 0, 50) for layer in layers]
+    other = [chunk_of(after(EMPTY_HISTORY, [*tokens[:-1], 0]), layer, 0, 50) for layer in layers]
     flipped = replace(right[3], data=bytes([right[3].data[0] ^ 4]) + bytes(right[3].data)[1:])
     for wrong, says in (
         ([*right[:3], other[3], *right[4:]], "layer 3 latent: is not the KV of these tokens"),
@@ -189,7 +189,7 @@ def test_mock_step_beyond_the_held_tokens_is_refused() -> None:
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_mock_chunk_sizes_equal_those_of_the_large_model(model: Model, tokens: int) -> None:
     cargo = KvSizes(model)
-    chunks = [chunk_of(NOTHING, layer, 0, tokens) for layer in range(cargo.layers)]
+    chunks = [chunk_of(EMPTY_HISTORY, layer, 0, tokens) for layer in range(cargo.layers)]
     whole = sum(cargo.kv_bytes(chunk, 0) for chunk in chunks)
     assert whole == pytest.approx(kv_bytes(model, tokens), abs=cargo.layers)
 
@@ -344,7 +344,8 @@ def test_changed_mock_pace_applies_from_the_next_step() -> None:
         one.change_pace(pace)
         one.begin(StepInputs([SequenceWork(row, start, tuple(range(3, 19)), "none")], []))
         lengths.append(
-            one._pacer._length_s / one._lasts([SequenceWork(row, start, tuple(range(3, 19)), "none")])
+            one._pacer._length_s
+            / one._step_duration_s([SequenceWork(row, start, tuple(range(3, 19)), "none")])
         )
         one._under_way = False
     assert lengths == pytest.approx([1.0, 3.0, 1.0])

@@ -1,13 +1,13 @@
 """An executor that computes nothing: a row has a hash of its tokens in place of KV, and blocks that are only counted.
 
-What a row hands on is that hash, in chunks of a few bytes; the receiver knows the tokens and takes no other hash. A
-step's tokens are known as soon as it begins. It ends when the GPU in question would be done, and nothing sleeps here:
-`due_s` says when something is due, and whoever turns the loop waits for that (`loop_thread.TimerLoop`).
+A hand-over transfers that hash, in chunks of a few bytes; the receiver computes it from the tokens and refuses any
+other. A step's tokens are drawn when it begins. It ends when the emulated GPU would be done, and nothing sleeps here:
+`due_s` is when the next chunk or step is due, and `loop_thread.TimerLoop` waits for it.
 
     after(h, t) = h x FACTOR + (t + 1) x SPREAD        modulo 2^64
 
-can be taken further from any place, token by token or many at once, and comes to the same, as KV does. Tokens are
-drawn from `mixed` of it: ordinary words, and now and then the end. Greedy requests draw by the hash alone, others by
+can be continued from any token, one by one or many at once, with the same result, as KV can. Tokens are drawn from
+`mixed` of it: ordinary words, and sometimes the end token. Greedy requests draw by the hash alone, others by
 their seed as well, and JSON from what its grammar allows; other sampling options change nothing, and probabilities
 are made up.
 """
@@ -52,13 +52,13 @@ from potluck.kv.codec_layout import sizes
 
 BITS = 64
 MASK = (1 << BITS) - 1
-NOTHING = 0x243F6A8885A308D3  # The hash of no tokens.
+EMPTY_HISTORY = 0x243F6A8885A308D3  # The hash of no tokens.
 FACTOR, SPREAD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
-FEW = 12  # Up to so many tokens are faster one by one.
+LOOPED_HASH_MAX_TOKENS = 12  # Up to so many tokens a Python loop is faster than NumPy.
 
 
 def after(history: int, tokens: Sequence[int]) -> int:
-    if len(tokens) <= FEW:
+    if len(tokens) <= LOOPED_HASH_MAX_TOKENS:
         for token in tokens:
             history = (history * FACTOR + (token + 1) * SPREAD) & MASK
         return history
@@ -82,18 +82,16 @@ def mixed(number: int) -> int:
     return number ^ (number >> 31)
 
 
-# What stands for a layer's KV on the wire: whose it is, and when it would have been there.
+# A layer's KV on the wire: the hash of its tokens, and when the real KV would have arrived.
 
 WORD = struct.Struct("<QIII")
-"""The hash at the end, mixed with the layer; first, stop; where the hand-over began that ends here, or MORE."""
+"""Hash at the end, mixed with the layer; first, stop; where the hand-over that ends here began, or PART_FOLLOWS."""
 CONTENT = struct.Struct("<QIIIddd")  # The same, and the times.
 TIMES = struct.Struct("<ddd")
-MORE = (1 << 32) - 1  # More of the same layer follows.
+PART_FOLLOWS = (1 << 32) - 1  # More of the same layer follows.
 DTYPE = "float32"
-SHAPE = (
-    1,
-    16,
-)  # Of each chunk, as the wire has it unless real bytes cross: room for the content, under any codec.
+SHAPE = (1, 16)
+"""Of each chunk on the wire, unless real bytes are sent: room for the content, under any codec."""
 RAW_BYTES = 64
 
 
@@ -106,59 +104,60 @@ class ChunkTimes(NamedTuple):
     end_s: float = 0.0
 
 
-UNTOLD = ChunkTimes()
+NO_TIMES = ChunkTimes()
 
 
 def chunk_of(
-    history: int, layer: int, start: int, stop: int, since: int | None = None, times: ChunkTimes = UNTOLD
+    history: int, layer: int, start: int, stop: int, since: int | None = None, times: ChunkTimes = NO_TIMES
 ) -> KvChunk:
     """What stands for a layer's KV of the tokens [start, stop), which have this hash at their end. They end a
-    hand-over that began at `since`, by default at `start`; or it is MORE."""
+    hand-over that began at `since`, by default at `start`; or it is PART_FOLLOWS."""
     content = CONTENT.pack(mixed(history ^ layer), start, stop, start if since is None else since, *times)
     return KvChunk(layer, "latent", start, stop, DTYPE, SHAPE, content.ljust(RAW_BYTES, b"\0"))
 
 
 def since_of(chunk: KvChunk) -> int:
-    """Where the hand-over began that a chunk ends, or MORE. What is lent goes whole."""
-    word = _content(chunk)
-    if word is None:
+    """Where the hand-over began that a chunk ends, or PART_FOLLOWS. What is lent goes whole."""
+    content = _content(chunk)
+    if content is None:
         return chunk.first
-    since: int = WORD.unpack_from(word)[3]
+    since: int = WORD.unpack_from(content)[3]
     return since
 
 
 def times_of(chunk: KvChunk) -> ChunkTimes | None:
     """None where it says nothing: it is lent."""
-    word = _content(chunk)
-    return None if word is None else ChunkTimes(*TIMES.unpack_from(word, WORD.size))
+    content = _content(chunk)
+    return None if content is None else ChunkTimes(*TIMES.unpack_from(content, WORD.size))
 
 
 def with_times(chunk: KvChunk, times: ChunkTimes) -> KvChunk:
-    word = _content(chunk)
-    if word is None:
+    content = _content(chunk)
+    if content is None:
         return chunk
-    whole = word[: WORD.size] + TIMES.pack(*times) + word[CONTENT.size :]
+    whole = content[: WORD.size] + TIMES.pack(*times) + content[CONTENT.size :]
     cut = len(chunk.parameters)
     return replace(chunk, parameters=whole[:cut], data=whole[cut:])
 
 
 def resized(chunk: KvChunk, columns: int) -> KvChunk:
     """So much wider or narrower on the wire; what it says stays. What is lent goes as it is."""
-    word = _content(chunk)
-    if word is None:
+    content = _content(chunk)
+    if content is None:
         return chunk
     size = sizes(chunk.part, chunk.dtype, (1, columns), chunk.codec)
-    cut, whole = size.parameter_bytes, word[: size.total_bytes].ljust(size.total_bytes, b"\0")
+    cut, whole = size.parameter_bytes, content[: size.total_bytes].ljust(size.total_bytes, b"\0")
     return replace(chunk, shape=(1, columns), parameters=whole[:cut], data=whole[cut:])
 
 
 def _content(chunk: KvChunk) -> bytes | None:
     rows, columns = chunk.shape
-    word = bytes(chunk.parameters) + bytes(chunk.data)
-    return None if rows != 1 or columns < SHAPE[1] or len(word) < CONTENT.size else word
+    content = bytes(chunk.parameters) + bytes(chunk.data)
+    return None if rows != 1 or columns < SHAPE[1] or len(content) < CONTENT.size else content
 
 
-LIKELY, LIKELIER = 0.5, 0.4  # What is drawn is said to have had a probability of 0.5 to 0.9.
+MIN_PROBABILITY, PROBABILITY_RANGE = 0.5, 0.4
+"""Logprobs are made up: a drawn token has a probability of 0.5 to 0.9."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ class Vocabulary:
 
     @property
     def digest(self) -> str:
-        """The same for those who draw the same."""
+        """A hash of everything that tokens are drawn from."""
         numbers = (self.vocab, -1 if self.end is None else self.end, self.mean_tokens, *self.ordinary)
         return hashlib.sha256(struct.pack(f"<{len(numbers)}q", *numbers)).hexdigest()
 
@@ -211,7 +210,7 @@ class Vocabulary:
 
     def _likely(self, number: int, token: int, most: int) -> SampledToken:
         """With probabilities as a model might have them: the token's, and then each half of what was left."""
-        share = LIKELY + LIKELIER * (mixed(number) >> 11) / (1 << 53)
+        share = MIN_PROBABILITY + PROBABILITY_RANGE * (mixed(number) >> 11) / (1 << 53)
         chosen = log(share)
         top = [(token, chosen)]
         place = number % len(self.ordinary)
@@ -226,7 +225,7 @@ class Vocabulary:
 class _MockRow:
     tokens: int = 0
     blocks: int = 0
-    history: int = NOTHING
+    history: int = EMPTY_HISTORY
 
 
 class OutgoingLayer(NamedTuple):
@@ -251,16 +250,16 @@ class MockExecutor(Executor):
         clock: Clock = time.monotonic,
     ) -> None:
         self.config, self.size, self.fingerprint, self.kv_dtype = config, size, fingerprint, ""
-        self.grown: Callable[[], None] = lambda: None  # Told when rows have taken more blocks.
+        self.grown: Callable[[], None] = lambda: None  # Called when rows have taken more blocks.
         self.used_blocks = 0
-        self._words, self._lasts = words, lasts
+        self._words, self._step_duration_s = words, lasts
         self._speed_up, self._clock = speed_up, clock
         self._pacer = StepPacer(None, speed_up, clock)
         self._rows: dict[int, _MockRow] = {}
         self._free = list(range(size.rows))
-        self._owed_s = 0.0  # Of steps that were taken at once, and must still be waited for.
+        self._unpaced_s = 0.0  # Duration of steps done at once, added to the next paced step.
         self._under_way = False
-        self._leaving: deque[OutgoingLayer] = deque()  # Goes out while the step is under way.
+        self._outgoing_layers: deque[OutgoingLayer] = deque()  # Sent while the step is under way.
         self._step_s = 0.0, 0.0  # When the step under way began, and how long it takes.
         self._deliver: Deliver | None = None
 
@@ -285,13 +284,13 @@ class MockExecutor(Executor):
         return self._rows[row].tokens
 
     def grow(self, row: int, tokens: int, since: int = 0) -> None:
-        here = self._rows[row]
-        more = -(-tokens // BLOCK_TOKENS) - here.blocks
+        mock_row = self._rows[row]
+        more = -(-tokens // BLOCK_TOKENS) - mock_row.blocks
         if more <= 0:
             return
         if tokens > self.size.max_tokens or self.used_blocks + more > self.size.blocks:
             raise CapacityError(f"no room for {tokens} tokens beside the {self.used_blocks} blocks in use")
-        here.blocks += more
+        mock_row.blocks += more
         self.used_blocks += more
         self.grown()
 
@@ -303,29 +302,29 @@ class MockExecutor(Executor):
 
     @property
     def due_s(self) -> float | None:
-        """When there is something to do again, by the clock: a chunk to deliver, or the end of a step."""
+        """When the next chunk is to be delivered or the step ends, by the clock; None without a step."""
         if not self._under_way:
             return None
-        return self._leaving[0].when_s if self._leaving else self._pacer.due_s
+        return self._outgoing_layers[0].when_s if self._outgoing_layers else self._pacer.due_s
 
     def step(self, works: Sequence[SequenceWork], draws: Sequence[TokenDraw]) -> list[SampledToken]:
-        """At once; the time that it would take is added to the next step that is waited for."""
-        choices = self._advance(works, draws)
-        self._owed_s += self._lasts(works)
-        return choices
+        """Do a step at once; its duration is added to the next paced step."""
+        drawn_tokens = self._advance(works, draws)
+        self._unpaced_s += self._step_duration_s(works)
+        return drawn_tokens
 
     def begin(self, step: StepInputs) -> Callable[[], list[SampledToken]]:
-        choices = self._advance(step.works, step.draws)
-        self._step_s = self._pacer.start(self._owed_s + self._lasts(step.works))
-        self._owed_s, self._under_way, self._deliver = 0.0, True, step.deliver
+        drawn_tokens = self._advance(step.works, step.draws)
+        self._step_s = self._pacer.start(self._unpaced_s + self._step_duration_s(step.works))
+        self._unpaced_s, self._under_way, self._deliver = 0.0, True, step.deliver
         if step.exports and step.deliver is not None:
-            self._leaving.extend(self._due(step.exports))
+            self._outgoing_layers.extend(self._due(step.exports))
 
         def land() -> list[SampledToken]:
             self.deliver(inf)
             self._under_way = False
             self._pacer.landed()
-            return choices
+            return drawn_tokens
 
         return land
 
@@ -339,7 +338,9 @@ class MockExecutor(Executor):
             OutgoingLayer(max(when_s, now_s), max(began_s, now_s), layer, export)
             for when_s, began_s, layer, _ in self._due([export])
         ]
-        self._leaving = deque(sorted([*self._leaving, *due], key=lambda leaving: leaving.when_s))
+        self._outgoing_layers = deque(
+            sorted([*self._outgoing_layers, *due], key=lambda leaving: leaving.when_s)
+        )
         return True
 
     def _due(self, exports: Sequence[CacheExport]) -> list[OutgoingLayer]:
@@ -352,7 +353,7 @@ class MockExecutor(Executor):
         ]
 
     def deliver(self, now_s: float) -> None:
-        leaving = self._leaving
+        leaving = self._outgoing_layers
         while leaving and leaving[0].when_s <= now_s:
             when_s, began_s, layer, export = leaving.popleft()
             assert self._deliver is not None
@@ -360,43 +361,45 @@ class MockExecutor(Executor):
 
     def _advance(self, works: Sequence[SequenceWork], draws: Sequence[TokenDraw]) -> list[SampledToken]:
         self._check(works)
-        choices, next_draw = [], iter(draws)
+        drawn_tokens, next_draw = [], iter(draws)
         for work in works:
-            here = self._rows[work.row]
-            here.history = after(here.history, work.tokens)
-            here.tokens += len(work.tokens)
+            mock_row = self._rows[work.row]
+            mock_row.history = after(mock_row.history, work.tokens)
+            mock_row.tokens += len(work.tokens)
             if work.logits == "last":
                 draw = next(next_draw)
-                choices.append(self._words.draw(here.history, draw.way, draw.position, draw.edit))
-        return choices
+                drawn_tokens.append(self._words.draw(mock_row.history, draw.way, draw.position, draw.edit))
+        return drawn_tokens
 
     def _check(self, works: Sequence[SequenceWork]) -> None:
         if not works or len({work.row for work in works}) != len(works):
             raise InputError("step", "has nothing to do, or two works for one row")
         for work in works:
-            here, stop = self._rows[work.row], work.start + len(work.tokens)
-            if not work.tokens or work.start != here.tokens or stop > here.blocks * BLOCK_TOKENS:
-                held = f"holds {here.tokens} tokens and {here.blocks} blocks"
+            mock_row, stop = self._rows[work.row], work.start + len(work.tokens)
+            if not work.tokens or work.start != mock_row.tokens or stop > mock_row.blocks * BLOCK_TOKENS:
+                held = f"holds {mock_row.tokens} tokens and {mock_row.blocks} blocks"
                 raise InputError(f"row {work.row}", f"{held}, the step goes from {work.start} to {stop}")
 
     # Hand-overs.
 
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
-        here = self._rows[row]
-        if not 0 <= start < stop or stop != here.tokens:
-            raise InputError(f"row {row}", f"holds {here.tokens} tokens; it cannot give [{start}, {stop})")
-        return (chunk_of(here.history, layer, start, stop, times=self._now()),)
+        mock_row = self._rows[row]
+        if not 0 <= start < stop or stop != mock_row.tokens:
+            raise InputError(
+                f"row {row}", f"holds {mock_row.tokens} tokens; it cannot give [{start}, {stop})"
+            )
+        return (chunk_of(mock_row.history, layer, start, stop, times=self._now()),)
 
     def _now(self) -> ChunkTimes:
         now_s = self._clock()
         return ChunkTimes(now_s, now_s, now_s)
 
     def _part(self, export: CacheExport, layer: int, times: ChunkTimes) -> tuple[KvChunk, ...]:
-        here = self._rows[export.row]
-        if export.stop != here.tokens:
-            raise InputError(f"row {export.row}", f"holds {here.tokens} tokens, not {export.stop}")
-        since = MORE if not export.last else export.start if export.of is None else export.of[0]
-        return (chunk_of(here.history, layer, export.start, export.stop, since, times),)
+        mock_row = self._rows[export.row]
+        if export.stop != mock_row.tokens:
+            raise InputError(f"row {export.row}", f"holds {mock_row.tokens} tokens, not {export.stop}")
+        since = PART_FOLLOWS if not export.last else export.start if export.of is None else export.of[0]
+        return (chunk_of(mock_row.history, layer, export.start, export.stop, since, times),)
 
     def arrival(self, row: int, manifest: KvManifest, tokens: Sequence[int]) -> IncomingCache:
         return MockHandover(self, row, manifest, tokens)
@@ -428,7 +431,7 @@ class MockHandover(IncomingCache):
 
     def accept(self, chunk: KvChunk) -> None:
         where = f"hand-over: layer {chunk.layer} {chunk.part}"
-        since = self._about.start if chunk.stop == self._about.stop else MORE
+        since = self._about.start if chunk.stop == self._about.stop else PART_FOLLOWS
         self._missing.take(chunk)
         expected = chunk_of(self._history(chunk.stop), chunk.layer, chunk.first, chunk.stop, since)
         if (chunk.part, chunk.dtype, chunk.shape) != (expected.part, expected.dtype, expected.shape):
@@ -440,7 +443,7 @@ class MockHandover(IncomingCache):
     def _history(self, stop: int) -> int:
         """At the end of a part; all layers have the same parts."""
         if stop not in self._histories:
-            self._histories[stop] = after(NOTHING, self._tokens[:stop])
+            self._histories[stop] = after(EMPTY_HISTORY, self._tokens[:stop])
         return self._histories[stop]
 
     def finish(self) -> None:

@@ -33,7 +33,7 @@ from potluck.core.values.model import Attention, FullAttention, LatentAttention,
 from potluck.engine.compute.emulated import Clock
 from potluck.engine.memory.prefix_cache import PrefixCache, Read
 from potluck.engine.mock import mock_executor
-from potluck.engine.mock.mock_executor import NOTHING, MockExecutor, after, chunk_of
+from potluck.engine.mock.mock_executor import EMPTY_HISTORY, MockExecutor, after, chunk_of
 from potluck.engine.server.kv_connector import KvTransfer
 from potluck.kv.chunks import KvChunk
 from potluck.kv.codec_layout import COLUMN_GROUP, Codec, Part, sizes
@@ -119,7 +119,7 @@ class MockKvTransfer(KvTransfer):
 
     def kv_bytes(self, chunk: KvChunk) -> int:
         since = mock_executor.since_of(chunk)
-        return self._sizes.kv_bytes(chunk, None if since == mock_executor.MORE else since)
+        return self._sizes.kv_bytes(chunk, None if since == mock_executor.PART_FOLLOWS else since)
 
     def packed(self, chunk: KvChunk, codec: Codec) -> KvChunk:
         return mock_executor.resized(replace(chunk, codec=codec), chunk.shape[1])
@@ -322,7 +322,7 @@ class MockPrefixCache(PrefixCache):
         if not self.enabled or held < BLOCK_TOKENS or (self.exact and held % BLOCK_TOKENS):
             return  # Where states are kept there must be one, and there is one only at the row's present length.
         names = self._hashes(tokens[:held], salt)
-        history, histories = NOTHING, self._histories
+        history, histories = EMPTY_HISTORY, self._histories
         for place, name in enumerate(names):
             known = histories.get(name) if name in self._cache else None
             if known is None:
