@@ -155,11 +155,11 @@ def test_ray_pipeline_uses_all_its_nodes_and_ends_when_one_is_silent(
 @pytest.mark.skipif(
     "POTLUCK_PYTHON" not in os.environ, reason="needs torch: POTLUCK_PYTHON, as make test-ray sets it"
 )
-def test_embedded_engine_pipeline_computes_over_two_ray_nodes(make_launcher: Made) -> None:
+def test_embedded_engine_computes_on_a_ray_node(make_launcher: Made) -> None:
     from potluck.engine import shipped_model
 
     launcher = make_launcher(EngineCommands("gpu", (("words", shipped_model()),), device="cpu"))
-    layout = Layout((Stage(2, (StageNode("1xL4", 1),)), Stage(4, (StageNode("1xA10", 1),))))
+    layout = single("1xL4", 1, 6)
     url = wait_for_state(launcher, {"w": launcher.start("w", EngineSpec("words", layout, "east"))}, "up").url
     body = b'{"model": "words", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}'
     asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
