@@ -82,8 +82,8 @@ class MockEngine(Engine):
         self.service = process.run(lambda: make(folder(), what, EngineSettings()))
         self._limits, self._halted = self.service.limits, False
         driver = self.service.driver
-        self._look = driver._look
-        driver._look = self._looked
+        self._look = driver._run_turns
+        driver._run_turns = self._looked
         super().__init__(loop, process, role, fingerprint, token_s)
 
     async def _listen(self) -> None:
