@@ -74,7 +74,7 @@ def test_first_key_warns_that_clients_need_keys_and_open_reverts_it(
     assert _accepts_key(state)
     assert "already; nothing changed" in _keys(capsys, state, "open")[0]
     assert json.loads(_keys(capsys, state, "list", "--json")[0])["open"]
-    assert "none holds, so that nobody could get in" in _keys(capsys, state, "close", rc=2)[1]
+    assert "no key is valid, so all requests would be refused" in _keys(capsys, state, "close", rc=2)[1]
     assert _accepts_key(state), "nothing changed"
     out, err = _keys(capsys, state, "add", "eve")
     assert "from now on every client" in err, "which locks again"

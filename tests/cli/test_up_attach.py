@@ -30,7 +30,7 @@ from potluck.cli.up.attach import (
     probe_all,
     read_entries,
 )
-from potluck.cli.up.gpus import must_have_chips
+from potluck.cli.up.gpus import require_gpus
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.local_launcher import LocalLauncher
@@ -141,8 +141,8 @@ def test_plan_for_more_gpus_than_the_machine_has_is_refused() -> None:
     chips = tuple(("1xL4", f"GPU-{place}") for place in range(3))
     engine_commands = EngineCommands("vllm", (("m", Path("dir")),), chips=chips, gpus=(("2xL4", "1xL4"),))
     with pytest.raises(InputError, match="4 GPUs of type 1xL4, this machine has 3"):
-        must_have_chips(plan, engine_commands)
-    must_have_chips(plan, replace(engine_commands, chips=()))
+        require_gpus(plan, engine_commands)
+    require_gpus(plan, replace(engine_commands, chips=()))
 
 
 @pytest.fixture

@@ -440,7 +440,7 @@ class FreezingMachine(FakeMachine):
         result = super().look(places)
         self.running |= {name: states[name] for name in self.frozen & self.running.keys()}
         return tuple(
-            EngineSighting(item.name, "starting", stands_still=states[item.name] == "starting")
+            EngineSighting(item.name, "starting", is_hung=states[item.name] == "starting")
             if item.name in self.frozen & self.running.keys()
             else item
             for item in result

@@ -16,7 +16,7 @@ from potluck.control.decision_history import (
     DAY_BINS,
     ENOUGH,
     FORGET_S,
-    LOOK_S,
+    SPEED_POLL_INTERVAL_S,
     DecisionHistory,
     ObservedSpeeds,
     history_of,
@@ -139,7 +139,7 @@ class SpeedScenario:
     def look(self, looks: int = 1, *, idle: bool = False, **ratios: float) -> None:
         """The Brain tells of replicas that took so many times as long as they should have."""
         for _ in range(looks):
-            self.now_s += LOOK_S
+            self.now_s += SPEED_POLL_INTERVAL_S
             self.work += not idle
             self.paces.hear([self.said(name, ratio) for name, ratio in ratios.items()])
 
@@ -182,7 +182,7 @@ def test_replica_without_new_work_adds_no_speed_observation(scenario: SpeedScena
     assert scenario.found == []
     for _ in range(2 * ENOUGH):
         scenario.work += 1
-        scenario.now_s += LOOK_S
+        scenario.now_s += SPEED_POLL_INTERVAL_S
         scenario.paces.hear([scenario.said("b", 2.0, planned_s=0.2), scenario.said("c", 2.0, "two")])
         scenario.paces.hear([scenario.said("d", 2.0)])  # too soon after the last look
     assert scenario.found == [], "too little work, several nodes, or nobody's template"
@@ -212,7 +212,7 @@ def test_profile_command_exports_observed_speeds_of_a_service(
     out = tmp_path / "observed.json"
     arguments = ["profile", "--live", "--state", str(tmp_path / "state"), "--out", str(out)]
     assert run(arguments) == 1
-    assert "too little was seen" in capsys.readouterr().err
+    assert "too few step times" in capsys.readouterr().err
     scenario.templates["one"], scenario.now_s = plan.templates[0], time.time()
     scenario.look(ENOUGH, a=1.5)
     assert run([*arguments, "--json"]) == 0

@@ -135,7 +135,7 @@ def test_frozen_engine_is_reported_silent_and_killed(tmp_path: Path) -> None:
     wait_until(lambda: launcher.look({"i1": place})[0].state == "up")
     number = int(str(place["pid"]))
     os.kill(number, signal.SIGSTOP)
-    wait_until(lambda: launcher.look({"i1": place})[0].stands_still)
+    wait_until(lambda: launcher.look({"i1": place})[0].is_hung)
     os.kill(number, signal.SIGCONT)
     wait_until(lambda: launcher.look({"i1": place})[0].state == "up")
     os.kill(number, signal.SIGSTOP)

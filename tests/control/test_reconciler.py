@@ -286,7 +286,7 @@ class Fleet:
 def test_upgrade_replaces_every_copy_one_after_another(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(orders, "LOOK_S", 0.001)
+    monkeypatch.setattr(orders, "POLL_INTERVAL_S", 0.001)
     fleet = Fleet({"a": 1, "b": 3})
     orders._all(fleet, fleet.drain, 10.0, as_json=True)  # type: ignore[arg-type]
     *item, last = map(json.loads, capsys.readouterr().out.splitlines())
@@ -297,7 +297,7 @@ def test_upgrade_replaces_every_copy_one_after_another(
 
 
 def test_upgrade_stops_when_a_copy_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "LOOK_S", 0.001)
+    monkeypatch.setattr(orders, "POLL_INTERVAL_S", 0.001)
     fleet = Fleet({"a": 3})
     fleet.stuck = True
     with pytest.raises(click.exceptions.Exit):

@@ -106,7 +106,7 @@ def test_failed_state_change_is_rolled_back(tmp_path: Path) -> None:
 
 
 def test_stored_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.control.state_store.MOST_EVENTS", 20)
+    monkeypatch.setattr("potluck.control.state_store.MAX_EVENTS", 20)
     monkeypatch.setattr("potluck.control.state_store.BATCH", 10)
     store = StateStore(tmp_path / "state.db")
     for place in range(60):

@@ -10,7 +10,7 @@ from potluck.catalog import nodes
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template, TemplateKind
 from potluck.core.values.types import NodeOffer, NodeType, Region
-from potluck.export.placement import CommandOptions, PlacedPlan, Style, roomed
+from potluck.export.placement import CommandOptions, PlacedPlan, Style, placed_plan_of
 
 TYPES = tuple(nodes.node_type(name) for name in ("4xL40S", "1xL4", "1xA10G"))
 REGIONS = (
@@ -67,7 +67,7 @@ def plan(*deployed: tuple[Template, str, int]) -> Plan:
 
 
 def fleet(*deployed: tuple[Template, str, int], types: tuple[NodeType, ...] = TYPES) -> PlacedPlan:
-    return roomed(plan(*deployed), types, REGIONS)
+    return placed_plan_of(plan(*deployed), types, REGIONS)
 
 
 def command_options(style: Style = "vllm") -> CommandOptions:

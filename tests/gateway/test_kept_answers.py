@@ -91,9 +91,9 @@ def test_kept_answer_belongs_to_request_body_and_tenant(tmp_path: Path) -> None:
     for text in ("Hello", "Goodbye", "Hello"):
         assert worker.complete(text, {"x_request_id": "trace"}).status == 200
     assert len(worker.driver.asked) == 3
-    tenants = [kept_answers.asked_of(tenant, b"k", None, b"/", b"") for tenant in ("a", "b")]
+    tenants = [kept_answers.repeat_key_of(tenant, b"k", None, b"/", b"") for tenant in ("a", "b")]
     assert tenants[0] != tenants[1]
-    assert kept_answers.asked_of("a", None, None, b"/", b"") is None
+    assert kept_answers.repeat_key_of("a", None, None, b"/", b"") is None
 
 
 def test_failed_answer_is_not_kept_and_is_computed_again(tmp_path: Path) -> None:

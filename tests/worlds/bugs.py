@@ -213,8 +213,8 @@ def uncharged_tokens() -> None:
 
 def shared_repeats() -> None:
     """The Idempotency-Keys of all tenants are one list."""
-    asked = kept_answers.asked_of
-    kept_answers.asked_of = lambda tenant, *rest: asked("", *rest)
+    asked = kept_answers.rehearsal_options_of
+    kept_answers.rehearsal_options_of = lambda tenant, *rest: asked("", *rest)
 
 
 def counted_unseen() -> None:

@@ -23,7 +23,7 @@ from potluck.control.controller import Controller
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.launchers import local_launcher
 from potluck.control.launchers.process import ProcessId
-from potluck.control.state_store import LASTS_S, Lease, StateStore
+from potluck.control.state_store import CONTROLLER_LEASE_S, Lease, StateStore
 from potluck.core.errors import CapacityError, FormatError, PotluckError
 from worlds import virtual
 from worlds.engines import HTTP, Engine
@@ -169,7 +169,7 @@ class Machine:
                 return well
         return False
 
-    def stands_still(self, pid: ProcessId) -> bool:
+    def is_hung(self, pid: ProcessId) -> bool:
         return self.alive(pid) and self.running[pid][0].process.state == FROZEN
 
     def marked(self, name: str, value: str) -> Iterator[tuple[ProcessId, dict[str, str]]]:
@@ -183,7 +183,7 @@ class Machine:
             alive=self.alive,
             end=self.end,
             healthy=self.healthy,
-            stands_still=self.stands_still,
+            is_hung=self.is_hung,
             marked=self.marked,
             parent_of=lambda pid: 0,
             title_of=lambda pid: "",
@@ -293,7 +293,7 @@ class ControllerService:
             self._failed(process, error)
             return
         if process.state != DEAD:
-            if turn.acted and self._lease_s(process) < began_s + LASTS_S:
+            if turn.acted and self._lease_s(process) < began_s + CONTROLLER_LEASE_S:
                 self.world.breaks(f"{process.name} took a turn, and did not renew its lease")
             self.loop.call_later(TURN_S, self._turn, process, controller, context=process.context.copy())
 

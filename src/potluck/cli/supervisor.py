@@ -30,7 +30,7 @@ from potluck.core.errors import PotluckError
 
 AGAIN_S = (0.0, 0.2, 1.0)  # Before it is started again: the longer, the sooner it was killed.
 STEADY_S = 3.0
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 FIRST_S = 5.0
 """So long a controller that comes back leaves the cores to a gateway that starts: clients wait for that one."""
 DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG.
@@ -89,13 +89,13 @@ def _be_command(parent: int, link: socket.socket, held: HeldSockets, *, again: b
     SUPERVISED.again, SUPERVISED.held, held.link = again, held, link
     until_s = time.monotonic() + FIRST_S
     while again and time.monotonic() < until_s and not is_supervised(Path(held.folder)):
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 class _Supervisor:
     def __init__(self) -> None:
         self.held = HeldSockets()
-        self.ending = False  # Whether somebody told it to end.
+        self.ending = False  # Whether it was told to stop.
         self._reviver = 0
         self._woken, self._wake = socket.socketpair()
         for item in (self._woken, self._wake):
@@ -112,7 +112,7 @@ class _Supervisor:
             if alone:
                 self._revive(look=not first)
                 first = False
-            ready, _, _ = select.select(listened, [], [], LOOK_S if alone else None)
+            ready, _, _ = select.select(listened, [], [], POLL_INTERVAL_S if alone else None)
             if link in ready:
                 text, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
                 if numbers:
@@ -136,7 +136,7 @@ class _Supervisor:
                         os.kill(pid, number)
 
     def _revive(self, look: bool) -> None:
-        """Have the gateway started, unless it runs or somebody is at it. The `look` whether one answers does not
+        """Have the gateway started, unless it runs or is being started. The `look` whether one answers does not
         show that its supervisor was killed: the process that answers may outlive it, and needs a successor."""
         if self._reviver:
             if not os.waitpid(self._reviver, os.WNOHANG)[0]:

@@ -19,7 +19,7 @@ USAGE_FILE = "usage.jsonl"
 PATTERN = "usage*.jsonl"
 HOUR_S = 3600
 AT_ONCE_BYTES = 4_000_000
-"""Of one transaction, and of one turn: whoever acts on the fleet must not be kept for long."""
+"""Rows per transaction and per turn, which bounds the time that the controller is blocked."""
 LONGEST_LINE = 100_000
 IDS_H = 2  # How long ids are remembered, in hours of the records themselves.
 NAMES = ("key", "tenant", "model", "class", "outcome")
@@ -65,7 +65,7 @@ class UsageReader:
                         left -= taken
                         records, garbled = records + usage_read.records, garbled + usage_read.garbled
             except OSError:
-                continue  # renamed or removed meanwhile; the next look finds it, or nobody does
+                continue  # renamed or removed meanwhile; the next poll may find it
             if left <= 0:
                 return UsageRead(records, garbled, True)
         return UsageRead(records, garbled)
@@ -188,7 +188,7 @@ def _shown(name: str, value: Any) -> Any:
     return datetime.fromtimestamp(begin_s, UTC).strftime("%Y-%m-%d" if name == "day" else "%Y-%m-%dT%H:00Z")
 
 
-LOOK_S = 5.0
+USAGE_POLL_INTERVAL_S = 5.0
 Note = Callable[[str, str, str], None]
 
 
@@ -205,9 +205,9 @@ class Accounts:
         if now_s < self._next_s:
             return
         if not count(self._reader, self._note):
-            self._next_s = now_s + LOOK_S
+            self._next_s = now_s + USAGE_POLL_INTERVAL_S
         if publish_keys(self._store, self._folder, now_s):
-            self._note("keys", f"{KEY_FILE} is as the state has it again", "somebody changed it by hand")
+            self._note("keys", f"{KEY_FILE} is as the state has it again", "it was changed by hand")
 
 
 def count(reader: UsageReader, note: Note) -> bool:
@@ -267,7 +267,9 @@ def set_open(store: StateStore, folder: Path, opened: bool, now_s: float) -> boo
 
     def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
         if not opened and not any(kept_key.holds(now_s) for kept_key in known):
-            raise InputError("keys", "none holds, so that nobody could get in; `potluck keys add NAME` first")
+            raise InputError(
+                "keys", "no key is valid, so all requests would be refused; run `potluck keys add NAME` first"
+            )
         _open(db, opened)
 
     what = "clients without a key are let in" if opened else "every client needs a key"

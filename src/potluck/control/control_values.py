@@ -38,7 +38,7 @@ class WantedReplica:
     replica: str
     make: EngineSpec
     role: Role
-    draining: bool = False  # It is being emptied: nobody starts another in its place.
+    draining: bool = False  # It is draining and is not replaced.
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class EngineSighting:
     state: InstanceState
     url: str = ""
     problem: str = ""
-    stands_still: bool = False  # Its process was stopped, and does nothing until somebody lets it go on.
+    is_hung: bool = False  # Its process is stopped (SIGSTOP).
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Launcher(Protocol):
         """Begin to start an engine. Raises a PotluckError where that is hopeless."""
 
     def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
-        """What became of those, by their names; and of others that bear this launcher's mark, which nobody knows."""
+        """The state of these engines by name, and of unknown ones that carry this launcher's mark."""
 
     def stop(self, name: str, place: Place) -> None:
         """Ask it to end; insist at later looks."""

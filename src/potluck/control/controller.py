@@ -35,7 +35,7 @@ from potluck.core.values.plan import Plan, Template, price_text
 SCHEDULED = "scheduled"
 """The setting with the time from which on the day's schedule has the plan that was put into force last."""
 STUCK = "stuck"  # The setting that has replicas whose starts failed, with how often and why.
-ELSEWHERE_S = 10.0  # A plan of the gateway's that no version is, for so long, was put there by somebody else.
+ELSEWHERE_S = 10.0  # A gateway plan without a version for this long was set by another client.
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Controller:
         self._templates |= {template.name: template for template in plan.repertoire}
 
     def _learn_of(self, wanted: dict[str, Any]) -> None:
-        """Templates of a plan that somebody else wrote down and told."""
+        """Templates of a plan that another process stored and sent."""
         if any(item["template"] not in self._templates for item in wanted.get("replicas", ())):
             newest = self._store.plan()
             if newest is not None:
@@ -175,7 +175,7 @@ class Controller:
             before = instances.get(seen.name)
             if before is None or before.state == "dead":
                 continue  # why is known from when it died
-            if seen.stands_still or (before.state == "up" and seen.state == "starting"):
+            if seen.is_hung or (before.state == "up" and seen.state == "starting"):
                 silent.add(seen.name)
             if before.state == seen.state or (before.state == "up" and seen.state == "starting"):
                 continue  # it is busy for a moment; whether it serves is the gateway's to say
@@ -227,7 +227,7 @@ class Controller:
         return True
 
     def _kill(self, replicas: frozenset[str]) -> None:
-        """Somebody wants these replicas' engines gone at once, to see what becomes of it."""
+        """Kill the engines of these replicas, on an operator's request."""
         for instance in self._store.instances() if replicas else ():
             if instance.replica not in replicas or instance.state == "dead":
                 continue
@@ -235,7 +235,7 @@ class Controller:
             self._note_once(f"kill {instance.name}", "kill", f"{instance.replica} by hand")
 
     def _let_go(self, instances: tuple[control_values.EngineInstance, ...], urls: frozenset[str]) -> None:
-        """Somebody had these engines' replicas drained: they are not used again, and fresh ones come."""
+        """Mark engines of replicas that an operator drained; new engines replace them."""
         going = {instance.name for instance in instances if instance.url in urls and instance.state != "dead"}
         new = going - leaving(self._store)
         if new:

@@ -1,7 +1,7 @@
 """What the gateway decided and what was asked of it, kept in the state: reasons for `events`, rates for forecasts.
 
 The gateway numbers its decisions anew when it starts (another epoch), and counts requests from nothing; so what was
-read last is kept with its epoch, and nothing is counted twice, whoever reads.
+read last is kept with its epoch, and nothing is counted twice by any reader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from potluck.core.values.plan import Template
 READ = "gateway read"
 HISTORY_BINS = 14 * 144
 DAY_BINS = 144
-LEAST_SHARE = 0.5  # Of a bin that somebody must have looked at it, for its rate to mean something.
+MIN_OBSERVED_BIN_SHARE = 0.5  # Of a bin that must have been observed for its rate to count.
 _NUMBERS = re.compile(r"[0-9.]+")
 
 
@@ -73,7 +73,7 @@ class DecisionHistory:
         if read.get("bin", place) != place:
             begun_s = read["bin"] * BIN_S
             watched_s = begun_s + BIN_S - max(begun_s, since_s)
-            if watched_s >= LEAST_SHARE * BIN_S and counts:
+            if watched_s >= MIN_OBSERVED_BIN_SHARE * BIN_S and counts:
                 self._store.add_rates(read["bin"], [(name, n / watched_s) for name, n in counts.items()])
             counts, since_s = dict.fromkeys(counts, 0), place * BIN_S
         before = read.get("ended") or {}
@@ -94,7 +94,7 @@ def history_of(store: StateStore, now_s: float, bins: int = HISTORY_BINS) -> dic
 
 
 def without_gaps(rates: Sequence[float | None]) -> tuple[float, ...]:
-    """Bins in which nobody looked are as on the day before, or else as the last one that was seen."""
+    """Fills unobserved bins with those of the day before, else with the last observed bin."""
     values: list[float] = []
     for rate in rates:
         if rate is None and not values:
@@ -106,12 +106,12 @@ def without_gaps(rates: Sequence[float | None]) -> tuple[float, ...]:
 
 
 PACES = "paces"
-LOOK_S = 5.0
+SPEED_POLL_INTERVAL_S = 5.0
 ENOUGH = 6  # Looks at a replica that had done something new each time: half a minute of work at least.
-LEAST_PLANNED_S = 1.0  # Of work that a look must tell of.
-SHARE = 0.2  # Of the newest look in the mean.
+MIN_PLANNED_S = 1.0  # Of work that a look must tell of.
+NEWEST_WEIGHT = 0.2  # Of the newest look in the mean.
 FORGET_S = 24 * 3600.0
-MOST_REPLICAS = 64  # Of one kind; the ones heard of last stay.
+MAX_REPLICAS_PER_KIND = 64  # Of one kind; the ones heard of last stay.
 Json = dict[str, Any]
 
 
@@ -129,12 +129,12 @@ class ObservedSpeeds:
         now_s = self._clock()
         if now_s < self._next_s:
             return
-        self._next_s = now_s + LOOK_S
+        self._next_s = now_s + SPEED_POLL_INTERVAL_S
         kinds: Json = {}
         for item in said:
             kind = self._kind(item)
             name, learned_s, planned_s = item["replica"], float(item["learned_s"]), float(item["planned_s"])
-            if kind is None or planned_s < LEAST_PLANNED_S or self._heard.get(name) == learned_s:
+            if kind is None or planned_s < MIN_PLANNED_S or self._heard.get(name) == learned_s:
                 continue
             self._heard[name] = learned_s
             if not kinds:
@@ -142,8 +142,12 @@ class ObservedSpeeds:
             replicas = kinds.setdefault(kind, {})
             mean, looks, _ = replicas.pop(name, (None, 0, 0.0))
             ratio = float(item["observed_s"]) / planned_s
-            replicas[name] = [ratio if mean is None else mean + SHARE * (ratio - mean), looks + 1, now_s]
-            for old in list(replicas)[:-MOST_REPLICAS]:
+            replicas[name] = [
+                ratio if mean is None else mean + NEWEST_WEIGHT * (ratio - mean),
+                looks + 1,
+                now_s,
+            ]
+            for old in list(replicas)[:-MAX_REPLICAS_PER_KIND]:
                 del replicas[old]
         if kinds:
             self._store.set(PACES, {"spec": _facts(self._store), "kinds": kinds})
@@ -152,7 +156,7 @@ class ObservedSpeeds:
         return paces_of(self._store, self._clock())
 
     def _kind(self, said: Json) -> str | None:
-        """Model, node and shards; None for replicas over several nodes, whose pace is nobody's alone."""
+        """Model, node and shards; None for replicas over several nodes, whose pace belongs to no single node type."""
         template = self._templates.get(str(said["template"]))
         if template is None or not 0 <= said["index"] < len(template.replicas):
             return None

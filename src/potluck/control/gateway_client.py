@@ -19,9 +19,9 @@ from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.plan import Plan, Template, plan_to_json
 from potluck.core.values.types import Region
 
-ASK_S = 5.0  # A gateway says something at least every 15 s to whoever reads its events.
-MOST_LINE_BYTES = 1_000_000
-MOST_WHY = 400
+REQUEST_TIMEOUT_S = 5.0  # The event stream of a gateway has a line at least every 15 s.
+MAX_LINE_BYTES = 1_000_000
+MAX_REASON_CHARS = 400
 
 
 class GatewayAway(PotluckError):
@@ -61,7 +61,7 @@ class GatewayClient:
 
     def set_plan(self, plan: Plan, why: str = "", version: int = 0) -> None:
         """Another plan and why; with its number in the state, so that it has the same one everywhere."""
-        words = urlencode({"why": why[:MOST_WHY], "version": version}, quote_via=quote)
+        words = urlencode({"why": why[:MAX_REASON_CHARS], "version": version}, quote_via=quote)
         self._ask("PUT", f"/plan?{words}", json.loads(plan_to_json(plan)))
 
     def set_market(self, regions: Iterable[Region]) -> None:
@@ -106,7 +106,7 @@ class GatewayClient:
         return document
 
     def _said(self, method: str, path: str, body: object = None) -> bytes:
-        with self._call(method, path, body, ASK_S) as answer:
+        with self._call(method, path, body, REQUEST_TIMEOUT_S) as answer:
             return answer.read()
 
     @contextmanager
@@ -117,7 +117,7 @@ class GatewayClient:
             yield answer
 
     def _refuse(self, what: str, answer: HttpAnswer) -> NoReturn:
-        received = answer.read(MOST_LINE_BYTES)
+        received = answer.read(MAX_LINE_BYTES)
         if answer.status == 401:
             wrong = "is needed" if self._key is None else "is not the one"
             raise KeyRefused("--key-file", f"{wrong}: the gateway at {self.url} asks for the operators' key")
@@ -135,7 +135,7 @@ def _message(said: bytes) -> str:
 
 
 def wants_of(wanted: Mapping[str, Any], templates: Mapping[str, Template]) -> tuple[WantedReplica, ...]:
-    """What is wanted, with what each replica is; those of templates that nobody knows are left out."""
+    """What is wanted, with what each replica is; those of unknown templates are left out."""
     wanted_replicas = []
     for item in wanted.get("replicas", ()):
         template = templates.get(item["template"])

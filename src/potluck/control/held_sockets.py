@@ -1,4 +1,4 @@
-"""The gateway's listening sockets, held by whoever looks after it too: nobody is refused while no gateway runs.
+"""The gateway's listening sockets, also held by the controller: connections queue while no gateway runs.
 
 A controller gets them from the gateway over its takeover socket (`gateway/http/takeover.py`), and says nothing there,
 so that the gateway goes on. It gives them to a gateway that it starts (LISTEN_FDS), and to its own supervisor, which
@@ -43,7 +43,7 @@ class HeldSockets:
             self.clients, self.operators = made[:count], made[count:]
 
     def fetch(self, path: Path) -> bool:
-        """From the gateway that hands its ports over there; whether somebody does."""
+        """Take the sockets from a gateway that hands them over; returns whether one does."""
         with closing_link() as link:
             try:
                 connect(link, path)
@@ -54,7 +54,7 @@ class HeldSockets:
         return bool(self)
 
     def give(self, folder: Path) -> None:
-        """To our supervisor: it is to bring us back from now on, and has them for whoever comes after us."""
+        """Pass the sockets to the supervisor, which restarts the controller and gives them to its successor."""
         self.folder = str(folder)
         if self.link is None:
             return
@@ -138,7 +138,7 @@ def _is_open(number: int) -> bool:
 
 GATEWAY_MARK = "POTLUCK_GATEWAY"
 FIRST_S = 15.0
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 
 def launched(
@@ -171,6 +171,6 @@ def revive(folder: Path, held: HeldSockets) -> None:
             until_s = time.monotonic() + FIRST_S
             pid = ProcessId(int(str(again["pid"])), int(str(again["started"])))
             while alive(pid) and not hands_over(takeover_in(folder)) and time.monotonic() < until_s:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_INTERVAL_S)
     finally:
         store.close()

@@ -64,7 +64,7 @@ def owner_of(store: StateStore) -> str:
 
 
 def gateways_of(store: StateStore) -> list[process.ProcessId]:
-    """The gateway's supervisor, and whoever answers, which may outlive it."""
+    """The gateway's supervisor and the process that answers, which may outlive it."""
     written = pid_of(store.get("gateway"))
     process_ids = [pid for pid, _ in process.marked(GATEWAY_MARK, str(store.path.parent.resolve()))]
     return list(dict.fromkeys([*([written] if written is not None else []), *process_ids]))
@@ -135,7 +135,7 @@ class LocalStackSettings:
     gateway: tuple[str, ...] = ()
     advise: bool = False
     market: MarketSource | None = None
-    """Prices and nodes, where somebody says."""
+    """Prices and nodes from a market file or cluster; None without one."""
     day: DayPlans | None = None
     """Plans that take turns by the time of day."""
     start_s: float = START_S
@@ -202,10 +202,10 @@ class LocalStack:
         )
         self.url = ""
         self.fresh = False  # Whether the gateway was started by this very controller.
-        self.said: list[str] = []  # What somebody should hear of, beside what the state has.
+        self.said: list[str] = []  # Lines for the operator, beside the state.
 
     def _secret(self, name: str) -> Path:
-        """A file with something that nobody can guess, the same as long as the state."""
+        """A file with a random secret that lasts as long as the state folder."""
         path = self.folder / name
         if not path.exists():
             written(path, secrets.token_urlsafe(32))
@@ -232,7 +232,7 @@ class LocalStack:
         must_have_room("forked" if forked else style, planned - there, more_bytes=more)
 
     def _chosen(self, plan: Plan | None) -> Plan:
-        """The plan that was made, unless a gateway serves one for this spec, or one that somebody made by hand."""
+        """The plan that was made, unless a gateway serves one for this spec, or one that was made by hand."""
         newest = self.store.plan()
         if plan is None:
             if newest is None:
@@ -268,13 +268,13 @@ class LocalStack:
             self._held.give(self.folder)
 
     def _kept(self, before: Mapping[str, object]) -> bool:
-        """Whether the ports of the gateway that was here are held, by us or by whoever outlived its supervisor."""
+        """Whether the former gateway's ports are held, by this process or a worker that outlived its supervisor."""
         if before.get("port") is None or self._settings.port not in (None, 0, before["port"]):
             return False
         return bool(self._held) or hands_over(self._takeover)
 
     def _started(self, before: Mapping[str, object]) -> dict[str, object]:
-        """A gateway. Where nobody said which ports, others are tried if somebody was quicker to take them."""
+        """A gateway. Without given ports, others are tried if the first ones are taken."""
         if self._kept(before):
             return self._start_gateway(int(str(before["port"])), int(str(before["admin"]).rpartition(":")[2]))
         for left in reversed(range(PORT_TRIES)):
@@ -304,7 +304,7 @@ class LocalStack:
         if number is None:
             return self._next(USUAL_PORT, "port")
         port = number or process.free_port()
-        process.must_be_free(port)
+        process.require_free_port(port)
         return port
 
     def _admin_port(self, port: int, before: Mapping[str, object]) -> int:

@@ -1,4 +1,4 @@
-"""What nodes cost and how many can be had, from a file that changes: written by whoever follows a cloud's prices.
+"""What nodes cost and how many can be had, from a file that an external price watcher updates.
 
     offers:
       - {region: east, node: 1xL4, price_usd_per_h: 0.30, available: 4}
@@ -25,7 +25,7 @@ from potluck.control.control_values import EngineInstance
 from potluck.core.errors import FormatError, InputError, PotluckError, UnknownNameError
 from potluck.core.values.types import NodeOffer, NodeType, Region
 
-MOST_LINES = 10_000
+MAX_MARKET_LINES = 10_000
 OFFER_KEYS = {"region", "node", "price_usd_per_h", "available"}
 NOTICE_KEYS = {"engine", "region", "node", "count", "at"}
 Lines = list[tuple[dict[str, Any], str]]  # Mappings, each with the words that name it in errors.
@@ -117,8 +117,8 @@ def _listed(data: dict[str, Any], name: str, known: set[str], where: str) -> Lin
     listed = data.get(name)
     if listed is None:
         return []
-    if not isinstance(listed, list) or len(listed) > MOST_LINES:
-        raise FormatError(f"{where}: {name}", f"must be a list of at most {MOST_LINES}")
+    if not isinstance(listed, list) or len(listed) > MAX_MARKET_LINES:
+        raise FormatError(f"{where}: {name}", f"must be a list of at most {MAX_MARKET_LINES}")
     lines = []
     for place, item in enumerate(listed):
         at = f"{where}: {name}[{place}]"
@@ -187,7 +187,7 @@ def _number(value: object) -> bool:
 
 
 class MarketSource(ABC):
-    """What costs how much, and how much of it there is, as somebody knows it now; else the spec holds."""
+    """Current prices and node counts; values that are missing are those of the spec."""
 
     def __init__(self, spec: Sequence[Region]) -> None:
         self.spec = self._shown = tuple(spec)
@@ -204,7 +204,7 @@ class MarketSource(ABC):
         return self.market.regions(self.spec)
 
     def changes(self) -> str:
-        """What differs from the last time that somebody asked, in words."""
+        """Changes since the last call, in words."""
         known = {(region.name, offer.node): offer for region in self._shown for offer in region.offers}
         self._shown = self.regions
         lines = [
@@ -271,7 +271,7 @@ class ClusterNode:
 def spellings_of(
     nodes: Sequence[NodeType], aliases: Callable[[str], Sequence[str]], told: Mapping[str, str]
 ) -> dict[str, NodeTypeLabels]:
-    """What the spec's nodes are called; `told` names GPUs as the cluster does, where somebody said so."""
+    """What the spec's nodes are called; `told` names GPUs as the cluster does, where the user gave names."""
     return {
         node.name: NodeTypeLabels(
             node.gpus,

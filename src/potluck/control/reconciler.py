@@ -90,7 +90,7 @@ def _gist(why: str) -> str:
 
 
 LINGER_S = 20.0
-MOST_WHY = 160
+MAX_REASON_CHARS = 160
 START_S = 600.0
 SILENT_S = 20.0
 
@@ -218,4 +218,4 @@ def _usefulness(instance: EngineInstance) -> tuple[bool, float, str]:
 
 
 def _cut(why: str) -> str:
-    return why if len(why) <= MOST_WHY else why[: MOST_WHY - 1] + "…"
+    return why if len(why) <= MAX_REASON_CHARS else why[: MAX_REASON_CHARS - 1] + "…"

@@ -25,7 +25,7 @@ SAME = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class PlanEvidence:
-    """What whoever has a simulator adds: plans that hold in it, and whether one does."""
+    """Simulation of plans, from the CLI: a planner whose plans meet their SLOs, and a check of one plan."""
 
     planner: Callable[[Planner], Planner]
     holds: Callable[[PlanningProblem, Plan], bool]

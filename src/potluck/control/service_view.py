@@ -21,7 +21,7 @@ Json = dict[str, Any]
 NOTES = 8
 LOG_LINES = 5
 SHOWN = ("name", "state", "since_s", "url", "replica")  # Of an engine.
-LOOK_BACK = 200  # Happenings in which the reason for something that is missing is looked for.
+EVENT_LOOKBACK = 200  # Happenings in which the reason for something that is missing is looked for.
 
 
 class ServiceView:
@@ -54,7 +54,7 @@ class ServiceView:
         snapshot, problem = self.snapshot()
         version = self.store.plan()
         instances = self.store.instances()
-        happenings = self.store.happenings(most=LOOK_BACK)
+        happenings = self.store.happenings(most=EVENT_LOOKBACK)
         wanted = snapshot.get("wanted") or self.store.get("wanted") or {}
         stuck = self.store.get(STUCK) or {} if self.controller_lives else {}
         lacking = self._with_logs(lacking_of(snapshot, wanted, instances, happenings, now_s, stuck))

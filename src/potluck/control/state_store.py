@@ -41,7 +41,7 @@ def written(path: Path, text: str) -> None:
 
 _INSTANCE = ("name", "make", "state", "since_s", "url", "replica", "problem", "pinned")
 BUSY_S = 5.0
-MOST_EVENTS = 100_000
+MAX_EVENTS = 100_000
 BATCH = 1_000
 
 
@@ -196,7 +196,7 @@ class StateStore:
                 "INSERT INTO events (at_s, kind, what, why) VALUES (?, ?, ?, ?)", (at_s, kind, what, why)
             )
             if row.lastrowid is not None and row.lastrowid % BATCH == 0:
-                db.execute("DELETE FROM events WHERE id <= ?", (row.lastrowid - MOST_EVENTS,))
+                db.execute("DELETE FROM events WHERE id <= ?", (row.lastrowid - MAX_EVENTS,))
 
     def happenings(self, after: int = 0, most: int = BATCH) -> tuple[RecordedEvent, ...]:
         """The newest ones after a number, by their time: what others decided is often noted a moment later."""
@@ -220,7 +220,7 @@ class StateStore:
             )
 
     def rates(self, model: str, last_bin: int, bins: int) -> tuple[float | None, ...]:
-        """Of so many bins up to and with the last one; None where nobody looked."""
+        """Of so many bins up to and with the last one; None for unobserved bins."""
         query = "SELECT bin, rate_per_s FROM rates WHERE model = ? AND bin > ? AND bin <= ?"
         rows = dict(self.rows(query, model, last_bin - bins, last_bin))
         return tuple(rows.get(index) for index in range(last_bin - bins + 1, last_bin + 1))
@@ -245,7 +245,7 @@ class StateStore:
     # The lease.
 
     def claim(self, holder: str, now_s: float, lasts_s: float) -> int | None:
-        """Take or keep the lease: the number of this holder's turn, or None while somebody else has it."""
+        """Take or keep the lease: the number of this holder's turn, or None while another holder has it."""
         with self.change() as db:
             row = db.execute("SELECT holder, turn, until_s FROM lease WHERE id = 1").fetchone()
             if row is not None and row[0] != holder and row[2] > now_s:
@@ -330,12 +330,12 @@ def migrate(connection: sqlite3.Connection, where: str) -> None:
             connection.execute(f"PRAGMA user_version = {version}")
 
 
-LASTS_S = 6.0
+CONTROLLER_LEASE_S = 6.0
 ACT_S = 2.0  # So much of it must be left to begin something.
 
 
 def gone(number: int) -> bool:
-    """Whether no process has this number: then whoever had it cannot act any more."""
+    """Whether no process has this number: then its former holder cannot act any more."""
     try:
         os.kill(number, 0)
     except ProcessLookupError:
@@ -349,14 +349,14 @@ class Lease:
     """One controller's claim. `clock` is the time of day, which all who share the file share."""
 
     def __init__(
-        self, store: StateStore, clock: Callable[[], float] = time.time, lasts_s: float = LASTS_S
+        self, store: StateStore, clock: Callable[[], float] = time.time, lasts_s: float = CONTROLLER_LEASE_S
     ) -> None:
         self._store, self._clock, self._lasts_s = store, clock, lasts_s
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._until_s = 0.0
 
     def renew(self) -> bool:
-        """Take it or keep it; False while somebody else has it."""
+        """Take or keep the lease; False while another process has it."""
         now_s = self._clock()
         if self._store.claim(self.holder, now_s, self._lasts_s) is None:
             self._until_s = 0.0
@@ -365,7 +365,7 @@ class Lease:
         return True
 
     def inherit(self) -> bool:
-        """Take it at once where its holder was a process of this machine that is no more: nobody else can act."""
+        """Take it at once where its holder was a local process that has ended."""
         holder = self._store.holder()
         if holder is not None and holder != self.holder:
             where, number = holder.rpartition("-")[0].rpartition("-")[::2]

@@ -1,1 +1,1 @@
-"""A plan as files for whoever starts machines and processes: shells, Compose, Kubernetes, SkyPilot."""
+"""A plan as files that deploy it: shells, Compose, Kubernetes, SkyPilot."""

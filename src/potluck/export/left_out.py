@@ -1,4 +1,4 @@
-"""What exported files leave to whoever starts them: one line each, with what to do."""
+"""Steps that exported files leave to the operator: one line each, with what to do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_all(
     spot = [machine.name for machine in placed_plan.boxes if machine.spot]
     if spot:
         lines.append(
-            f"spot machines ({listed(spot)}): nobody here replaces one that is taken away"
+            f"spot machines ({listed(spot)}): preempted ones are not replaced"
             " (`potluck up` on a cluster does)"
         )
     lines.append(

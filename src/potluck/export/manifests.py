@@ -3,7 +3,7 @@
 Engines that are alike (the same replica of a template in the same region) are one StatefulSet, since the gateway must
 know each by a name of its own. A replica over several machines has a StatefulSet for each, all of one headless
 Service: the pods with one number are one replica, and find each other by name. Nothing here is a secret: `potluck` is
-a Secret that somebody made (`secret_files` says of what).
+a Secret that the operator created (`secret_files` lists its files).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from potluck.export.placement import (
 )
 
 CONFIG = "potluck-plan"
-MOST_CONFIG_BYTES = 900_000  # Kubernetes takes 1 MiB in a ConfigMap.
+MAX_CONFIG_MAP_BYTES = 900_000  # Kubernetes takes 1 MiB in a ConfigMap.
 GIB = 1 << 30
 HOST_GIB = 12
 """Of a host's memory beside the weights: the engine's processes, and KV under way to others (4 GiB at most)."""
@@ -66,7 +66,7 @@ class GpuLabel:
 @dataclass(frozen=True, slots=True)
 class KubernetesExport:
     cluster: ManifestOptions  # `image` is that of engines.
-    image: str  # Of the gateway, and of whoever pulls weights.
+    image: str  # Of the gateway and of weight downloads.
     gpus: Mapping[str, GpuLabel] = field(default_factory=dict)
     weights: Mapping[str, WeightsSource] = field(default_factory=dict)
 
@@ -98,8 +98,8 @@ def files(
     )
     given = {**served, "engines.yaml": listed}
     size = sum(len(text.encode()) for text in given.values())
-    if size > MOST_CONFIG_BYTES:
-        problem = f"has {size} bytes with its spec and traces; a ConfigMap holds {MOST_CONFIG_BYTES}"
+    if size > MAX_CONFIG_MAP_BYTES:
+        problem = f"has {size} bytes with its spec and traces; a ConfigMap holds {MAX_CONFIG_MAP_BYTES}"
         raise InputError("plan", f"{problem}: write lengths into the spec instead of traces")
     config = _named("v1", "ConfigMap", CONFIG, manifest_options) | {
         "data": {_key(path): _readable(text) for path, text in given.items()}
@@ -240,7 +240,7 @@ def _container(
     container = engine_container(list(process.words), ports, gpus, manifest_options, requests)
     if not placement.alone:
         container["env"] = [*container["env"], index]
-    if process.part == "rank":  # it serves no HTTP: nobody can ask how it is, nor empty it
+    if process.part == "rank":  # it serves no HTTP: no health check, no drain
         for probe in ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle"):
             del container[probe]
         container["name"] = f"rank{placement.footings.index(process.footing)}"
@@ -398,7 +398,7 @@ def _gateway(
 
 
 def _network(manifest_options: ManifestOptions) -> list[Manifest]:
-    """Engines hear the gateway and each other, and nobody else; operators' side only from within the namespace."""
+    """Engines accept connections from the gateway and each other only; operator ports only from the namespace."""
     ours = {"podSelector": {"matchLabels": {"app": "potluck"}}}
     engines = {
         "podSelector": {

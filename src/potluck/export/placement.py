@@ -98,7 +98,7 @@ class PlacedPlan:
     placements: tuple[EnginePlacement, ...]
 
 
-def roomed(plan: Plan, nodes: Sequence[NodeType], regions: Sequence[Region]) -> PlacedPlan:
+def placed_plan_of(plan: Plan, nodes: Sequence[NodeType], regions: Sequence[Region]) -> PlacedPlan:
     """Boxes and seats; InputError where the plan names what the spec does not have."""
     ground = _Ground({node.name: node for node in nodes}, {region.name: region for region in regions})
     for number, template in enumerate(plan.templates):
@@ -186,7 +186,7 @@ class _Ground:
 
 Style = Literal["vllm", "embedded"]
 EVERYWHERE = "0.0.0.0"
-"""What clients reach a gateway by, and the gateway an engine whose address nobody knows beforehand."""
+"""The address of a gateway for clients, and of an engine whose address is not known beforehand."""
 KEY_FILE = "/etc/potluck/engine.key"
 SALT_FILE = "/etc/potluck/gateway.secret"
 HostOf = Callable[[RentedMachine], str]  # Under which name or address a box is reached.
@@ -223,7 +223,7 @@ class CommandOptions:
     folders: Mapping[str, str]
     """Model to its directory on every machine."""
     key_file: str = KEY_FILE
-    """What engines ask of whoever wants something of them; empty: it is in $POTLUCK_API_KEY."""
+    """File of the engines' API key; empty: it is in $POTLUCK_API_KEY."""
     weights: Mapping[str, WeightFormats] = field(default_factory=dict)
     """Model to the format that the plan has its weights in, where it says so."""
     limits: Mapping[tuple[str, int], EngineLimits] = field(default_factory=dict)

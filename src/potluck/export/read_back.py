@@ -1,4 +1,4 @@
-"""Exported files as they are read by whoever runs them: the commands in them, and where each would be reached.
+"""Exported files as a deployment tool reads them: the commands in them, and where each would be reached.
 
 This knows the forms (shell, Compose, Kubernetes, SkyPilot), not who wrote the files: `potluck export --check` starts
 what it finds, so that what is wrong in a file is wrong there too.
@@ -144,7 +144,7 @@ def _pod_urls(
     labels = spec["template"]["metadata"]["labels"]
     if service is None or service["spec"].get("clusterIP") != "None":
         raise FormatError(
-            f"{command.file}: {name}", "has no headless Service, so that nobody can name its pods"
+            f"{command.file}: {name}", "has no headless Service, so that its pods have no names"
         )
     if not service["spec"]["selector"].items() <= labels.items():
         raise FormatError(f"{command.file}: {name}", "its Service selects other pods")

@@ -39,7 +39,7 @@ GPU_NAMES = {
     "V100-32": "V100-32GB",
 }
 """A GPU of the catalog to the name that SkyPilot has for it, where they differ."""
-LEAST_DISK_GB = 256  # SkyPilot's own choice: a task says something only where it needs more.
+DEFAULT_DISK_GB = 256  # SkyPilot's own choice: a task says something only where it needs more.
 ADDRESS = "$(hostname -I | cut -d' ' -f1)"
 CLOUD_REGIONS = (
     ("aws", r"(us|eu|ap|ca|sa|me|af|il|mx)(-gov)?-(north|south|east|west|central)+-\d"),
@@ -150,7 +150,7 @@ def _resources(
         resources["use_spot"] = True
     limits = [command_options.limits_of(process.placement) for process in processes]
     needs_gb = ceil(disk_bytes([sum(item.weight_bytes) for item in limits if item]) / 1e9) + 100
-    if needs_gb > LEAST_DISK_GB:
+    if needs_gb > DEFAULT_DISK_GB:
         resources["disk_size"] = needs_gb
     resources["ports"] = sorted(ports)
     return resources

@@ -21,7 +21,7 @@ FOLDER, EXISTING = (
 )
 """Types of options: `EXISTING` is a file that must be there."""
 Command = TypeVar("Command", bound=Callable[..., object])
-MOST_BYTES = 256 << 20
+MAX_FILE_BYTES = 256 << 20
 """Of a file that is read as a whole; plans, profiles and markets take a few MB at most."""
 
 
@@ -60,11 +60,11 @@ def read_bytes(path: Path, option: str = "") -> bytes:
     where = f"{option}: {path}" if option else str(path)
     try:
         with path.open("rb") as file:
-            received = file.read(MOST_BYTES + 1)
+            received = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InputError(where, f"cannot be read: {error.strerror or error}") from error
-    if len(received) > MOST_BYTES:
-        raise InputError(where, f"is larger than {MOST_BYTES >> 20} MiB; name another file")
+    if len(received) > MAX_FILE_BYTES:
+        raise InputError(where, f"is larger than {MAX_FILE_BYTES >> 20} MiB; name another file")
     return received
 
 

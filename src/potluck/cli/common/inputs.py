@@ -127,7 +127,7 @@ def load_problem(
 def node_change(
     problem: PlanningProblem, field: str, text: str, pattern: re.Pattern[str] = NODE_COUNT
 ) -> tuple[str, str, str]:
-    """Region, node and number that somebody wrote; a node by any spelling the catalog knows."""
+    """Region, node type and number of a REGION:NODE=NUMBER option; node types in any spelling of the catalog."""
     match = pattern.match(text)
     if match is None:
         raise InputError(field, f"{text!r} is not REGION:NODE=NUMBER, such as us-east-1:4xL40S=1")

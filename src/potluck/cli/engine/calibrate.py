@@ -38,7 +38,7 @@ from potluck.perf.timers.engine_host import (
 
 WEIGHTS = {"rate": 2.0, "tpot": 1.0, "ttft": 0.5}
 """Of errors in a fit: throughput is what is paid for, first tokens depend on the client most."""
-LEAST_RUNS = 8
+MIN_RUNS = 8
 HELD = (0.1, 0.1, 0.5, 0.2, 0.2, 0.1, 1.0)
 """How hard each figure is held: host (fixed, per sequence, launches), client (burst, ahead, per request), link."""
 SLOWEST_LINK = 16.0
@@ -61,10 +61,8 @@ _Pair = tuple[RunWork, RunWork]
 
 def fit_cluster(placed: Sequence[Placed], usual_fit: EngineFit) -> OwnFit:
     """The host and link with which predictions are nearest to these runs; what they do not show is as usual."""
-    if len(placed) < LEAST_RUNS:
-        raise InputError(
-            "runs", f"{len(placed)} are too few to fit to; {LEAST_RUNS} are the least, 30 do well"
-        )
+    if len(placed) < MIN_RUNS:
+        raise InputError("runs", f"{len(placed)} are too few to fit to; {MIN_RUNS} are the least, 30 do well")
     kinds = {kind for item in placed if item.run.tp > 1 and (kind := _network(item))}
     base = shipped_calibration()
     slow = linked(base, dict.fromkeys(kinds, 2.0))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MB = 1_000_000
 PREFIX_CACHE_MB = 64
 MAX_RUNNING, TOKEN_BUDGET = 32, 1024  # Of engines that compute, where nothing is said.
-MOST_MOCKS = 256
+MAX_MOCKS = 256
 VLLM_SETTINGS = "token_budget max_running max_tokens kv_port any_version more"
 """Options that `VllmSettings` has by the same names."""
 VLLM_START_S = 900.0
@@ -80,8 +80,8 @@ def mock_engines(engine_options: EngineOptions, options: dict[str, Any]) -> list
         if options[flag] is not None:
             raise InputError(f"--{flag.replace('_', '-')}", "is not for mock engines")
     count = options["count"]
-    if not 1 <= count <= MOST_MOCKS:
-        raise InputError("--count", f"must be 1 to {MOST_MOCKS}, is {count}")
+    if not 1 <= count <= MAX_MOCKS:
+        raise InputError("--count", f"must be 1 to {MAX_MOCKS}, is {count}")
     what = mock_model(options["emulate"], options["speed_up"], options["mean_output"])
     profiles = read_profiles(options["profile"], [what.model], what.nodes)
     what = replace(what, profiles=profiles, bytes_per_real=options["bytes_per_real"])
@@ -130,7 +130,7 @@ def described(directory: Path) -> Model | None:
     try:
         own = json.loads((directory / "config.json").read_text("utf-8"))["model_type"] == "potluck"
     except (OSError, ValueError, KeyError, TypeError):
-        own = False  # whoever reads the file next says what is wrong with it
+        own = False  # the next reader of the file reports the error
     return None if own else read_model(directory)
 
 

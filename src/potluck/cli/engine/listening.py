@@ -16,7 +16,7 @@ from potluck.cli.common.files import PATH, read_text
 from potluck.core.errors import InputError
 
 KEY_VARIABLE = "POTLUCK_API_KEY"
-LEAST_SECRET = 16
+MIN_SECRET_BYTES = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -25,7 +25,7 @@ def announce(name: str, role: str, as_json: bool, host: str) -> Callable[[str], 
         if address.startswith("http:"):
             warn_of_clear(host)
         if as_json:
-            # On one line, since whoever started the engine reads it while it runs.
+            # On one line, as the parent process reads it while the engine runs.
             click.echo(json.dumps({"url": address, "model": name, "role": role}))
         else:
             click.echo(f"Serving {name} at {address}  (try {address}/v1/models; Ctrl-C ends)")
@@ -83,6 +83,6 @@ def key_in(file: Path, field: str) -> str:
 
 def secret_in(file: Path, field: str) -> bytes:
     text = read_text(file, field).strip().encode()
-    if len(text) < LEAST_SECRET:
-        raise InputError(field, f"{file} must have at least {LEAST_SECRET} bytes that nobody can guess")
+    if len(text) < MIN_SECRET_BYTES:
+        raise InputError(field, f"{file} must have at least {MIN_SECRET_BYTES} random bytes")
     return text

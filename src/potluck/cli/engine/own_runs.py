@@ -66,7 +66,7 @@ class RunVerdict:
     median: dict[Metric, float]
     """By metric: of its absolute value."""
     unmeasured: tuple[str, ...]
-    """Parts of the runs that nobody measured on any GPU, with the GPU."""
+    """Operators of the runs that were measured on no GPU, with the GPU."""
     figures: tuple[RunFigure, ...]
 
     @property
@@ -133,7 +133,7 @@ def usual_fit(placed: Placed) -> EngineFit:
 
 
 def verdict(placed: Sequence[Placed]) -> RunVerdict:
-    """Runs predicted with the host and client of their engine's version, or of one that nobody saw."""
+    """Runs predicted with the host and client of their engine's version, or of an unknown one."""
     ratios = np.zeros((len(METRICS), len(placed)))
     fits = [usual_fit(item) for item in placed]
     for fit in dict.fromkeys(fits):

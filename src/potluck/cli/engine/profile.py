@@ -49,7 +49,7 @@ def write_live(state: Path | None, out: Path, as_json: bool) -> None:
 def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
     from potluck.cli.common.inputs import load_problem, read_spec
     from potluck.cli.planning.estimate import measured
-    from potluck.control.decision_history import ENOUGH, LOOK_S, paces_of
+    from potluck.control.decision_history import ENOUGH, SPEED_POLL_INTERVAL_S, paces_of
     from potluck.plan.current_problem import profile_of
 
     with opened(state, running=False) as service:
@@ -57,7 +57,9 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
         paces = paces_of(service.store, time.time())
         folder = service.folder
     if not paces or known.get("path") is None:
-        raise nothing(f"too little was seen in {folder} yet: replicas must work for {ENOUGH * LOOK_S:.0f} s")
+        raise nothing(
+            f"too few step times in {folder} yet: replicas must work for {ENOUGH * SPEED_POLL_INTERVAL_S:.0f} s"
+        )
     profiles = tuple(Path(item) for item in known.get("profiles", ()))
     problem = measured(load_problem(read_spec(Path(known["path"])), 0.8, None, (), 0.0), profiles)
     day = datetime.now(UTC).date().isoformat()
@@ -69,7 +71,7 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
     ]
 
 
-MOST_TOKENS = 4096  # The longest context that is measured unless more is asked for.
+DEFAULT_MAX_CONTEXT_TOKENS = 4096  # The longest context that is measured unless more is asked for.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,7 @@ def _local(options: ProfileOptions) -> Profile:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     config = read_config(directory, described(directory))
-    longest = min(options.max_tokens or MOST_TOKENS, config.model.max_context_tokens)
+    longest = min(options.max_tokens or DEFAULT_MAX_CONTEXT_TOKENS, config.model.max_context_tokens)
     rows = options.max_batch + 1
     blocks = options.kv_blocks or rows * -(-longest // BLOCK_TOKENS)
     size = RunnerSize(rows, blocks, longest, min(options.chunk_tokens, longest))
@@ -233,7 +235,7 @@ def _remote(url: str, options: ProfileOptions) -> Profile:
         async with ClientSession(headers=headers, trust_env=False) as client:
             bench = HttpBench(client, url, options.chunk_tokens, max(2, options.repeats // 2))
             bounds = await bench.look()
-            longest = min(options.max_tokens or MOST_TOKENS, bounds.max_tokens)
+            longest = min(options.max_tokens or DEFAULT_MAX_CONTEXT_TOKENS, bounds.max_tokens)
             most = min(options.max_batch, bounds.max_running)
             bounds = replace(bounds, max_tokens=longest, max_running=most)
             shape_grid = grid(bounds, options.quick)

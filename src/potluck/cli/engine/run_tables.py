@@ -24,7 +24,7 @@ from potluck.core.values.types import NodeType
 from potluck.perf.error_bars import Kind, bits_of, kind_of
 from potluck.perf.timers.roofline import check_tp
 
-MOST_BYTES = 1 << 30
+MAX_TABLE_BYTES = 1 << 30
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "model": ("model", "model_path", "model_name", "model_id"),
     "gpu": ("gpu", "system", "gpu_type", "gpu_name", "accelerator", "hardware", "device"),
@@ -279,8 +279,8 @@ def _plain(name: str) -> str:
 def _rows(path: Path) -> list[Mapping[str, object]]:
     """A table's rows, whatever the file's format."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise InputError(path.name, f"is larger than {MOST_BYTES >> 20} MiB; cut it")
+        if path.stat().st_size > MAX_TABLE_BYTES:
+            raise InputError(path.name, f"is larger than {MAX_TABLE_BYTES >> 20} MiB; cut it")
         if path.suffix == ".parquet":
             return _parquet(path)
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

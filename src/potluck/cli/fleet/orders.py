@@ -244,7 +244,7 @@ def down(state: Path | None, within_s: float, as_json: bool) -> None:
     """Drain a service and stop its gateway, engines and controller."""
     from potluck.cli.up.clusters import launcher_of
     from potluck.control.local_stack import pid_of, stop_all, wait
-    from potluck.control.state_store import LASTS_S, Lease
+    from potluck.control.state_store import CONTROLLER_LEASE_S, Lease
 
     with opened(state, running=False, left=True) as service:
         controller = pid_of(service.store.get("controller"))
@@ -260,7 +260,7 @@ def down(state: Path | None, within_s: float, as_json: bool) -> None:
             return
         if not service.gateway_lives and not service.store.instances():
             raise nothing(f"nothing runs in {service.folder}")
-        lease, until_s = Lease(service.store), time.monotonic() + LASTS_S + 1.0
+        lease, until_s = Lease(service.store), time.monotonic() + CONTROLLER_LEASE_S + 1.0
         while not lease.renew():  # one that was killed a moment ago
             if time.monotonic() > until_s:
                 raise nothing("another controller uses this state folder; stop it first")
@@ -339,7 +339,7 @@ def _ask(client: GatewayClient, engines: dict[str, str], name: str, lift: bool) 
     return client.cordon(engines.get(name) or meant("REPLICA", name, names), node=False, lift=lift)
 
 
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 
 
 @fleet.command()
@@ -406,7 +406,7 @@ def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float,
                 problem = str(error)
             if problem and time.monotonic() - began_s > within_s:
                 raise nothing(f"{problem} after {within_s:g} s; {len(left) - 1} copies were not replaced")
-            time.sleep(LOOK_S if problem else 0.0)
+            time.sleep(POLL_INTERVAL_S if problem else 0.0)
         done += 1
         took_s = time.monotonic() - began_s
         shown = {"replicas": list(turn.replicas), "took_s": round(took_s, 3), "left": len(left) - 1}
@@ -423,4 +423,4 @@ def _within(ask: Callable[[], dict[str, Any]], within_s: float) -> dict[str, Any
         except PotluckError:
             if time.monotonic() > until_s:
                 raise
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""`potluck export`: a plan as files for whoever starts machines."""
+"""`potluck export`: a plan as files that deploy it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from potluck.export.placement import CommandOptions, EngineLimits, PlacedPlan, WeightsSource
 
 KINDS = ("commands", "compose", "kubernetes", "skypilot")
-CHECK_S = 120.0
+CHECK_TIMEOUT_S = 120.0
 
 
 @click.command()
@@ -36,7 +36,11 @@ CHECK_S = 120.0
     "--check", is_flag=True, help="Start the result here with mock engines and send a request to each model."
 )
 @option(
-    "--within", "within_s", type=click.FloatRange(1.0), default=CHECK_S, help="Time limit of --check in s."
+    "--within",
+    "within_s",
+    type=click.FloatRange(1.0),
+    default=CHECK_TIMEOUT_S,
+    help="Time limit of --check in s.",
 )
 @option("--models", default="/models", help="Folder of the models on every machine.")
 @option(
@@ -116,13 +120,13 @@ class ExportedFiles:
 def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, Any]) -> ExportedFiles:
     from potluck.cli.common.inputs import pairs, read_plan, read_spec, require_runnable, weights_in
     from potluck.export import left_out, shell, skypilot
-    from potluck.export.placement import CommandOptions, roomed, weights_from
+    from potluck.export.placement import CommandOptions, placed_plan_of, weights_from
 
     plan = read_plan(plan_path)
     spec = read_spec(spec_path)
     require_runnable(plan, spec, str(plan_path))
     options["style"] = _style(spec)
-    placed_plan = roomed(plan, spec.node_types, spec.regions)
+    placed_plan = placed_plan_of(plan, spec.node_types, spec.regions)
     folder = options["models"].rstrip("/")
     names = {model.name for model in spec.models}
     weights = weights_from(pairs("--weights", options["weights"], names), mounts=kind == "skypilot")
@@ -239,7 +243,7 @@ def _images(options: dict[str, Any]) -> tuple[str, str]:
 def _style(spec: Spec) -> Style:
     if spec.engine == "vllm" or spec.engine == "embedded":
         return spec.engine
-    what = f"engine: {spec.engine} are servers that somebody else starts"
+    what = f"engine: {spec.engine} are servers that run already"
     raise InputError("spec", f"{what}, so there is nothing to export; `potluck up --attach` serves over them")
 
 

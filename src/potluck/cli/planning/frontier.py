@@ -11,8 +11,13 @@ from click import option
 
 from potluck.cli.common.inputs import scaled
 from potluck.cli.common.render import emit_json, percent, progress, table, usd
-from potluck.cli.planning.planning_options import json_option, posed_of, posing_options, strategy_option
-from potluck.cli.planning.rehearsal import averages_option, basis_of_all, planner_of
+from potluck.cli.planning.planning_options import (
+    json_option,
+    posing_options,
+    split_planning_options,
+    strategy_option,
+)
+from potluck.cli.planning.rehearsal import averages_option, planner_of, simulation_basis
 from potluck.cli.planning.schedule import rented
 from potluck.core.errors import InputError
 
@@ -59,7 +64,7 @@ def frontier(strategy: str, averages: bool, as_json: bool, **options: Any) -> No
     from potluck.plan.frontier import frontier as frontier_of
 
     against, values, domain = (options.pop(name) for name in ("against", "values", "domain"))
-    planning_options, _ = posed_of(options)
+    planning_options, _ = split_planning_options(options)
     asked = VALUES[against] if values is None else _values(values, against)
     spec = planning_options.spec()
     plain = planning_options.problem(spec)
@@ -78,7 +83,7 @@ def frontier(strategy: str, averages: bool, as_json: bool, **options: Any) -> No
         points = frontier_of(
             problems, planning_options.settings(), share_templates=share, report_progress=progress_bar
         )
-    basis = basis_of_all(averages)
+    basis = simulation_basis(averages)
     if as_json:
         rows = [
             {

@@ -29,25 +29,25 @@ from potluck.cli.planning.plan_show import (
 from potluck.cli.planning.planning_options import (
     PlanningOptions,
     json_option,
-    posed_of,
     posing_options,
+    split_planning_options,
     strategy_of,
     strategy_option,
 )
 from potluck.cli.planning.rehearsal import (
     RehearsalOptions,
-    asked_of,
     averages_option,
     cv_option,
     estimate_of,
     evidence_lines,
-    noted,
     rehearsal_json,
     rehearsal_options,
+    rehearsal_options_of,
     rehearsed,
     requests_option,
     show_rehearsal,
     verdict_of,
+    with_evidence,
 )
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
@@ -103,9 +103,9 @@ def plan(
 
     pins = tuple(map(_pin, options.pop("pinned")))
     penalty, profiles, running = (options.pop(name) for name in ("init_penalty", "profile_paths", "running"))
-    planning_options, rest = posed_of(options)
+    planning_options, rest = split_planning_options(options)
     planner, spec = strategy_of(strategy), planning_options.spec()
-    asked, saves = asked_of(rest), OutputFiles()
+    asked, saves = rehearsal_options_of(rest), OutputFiles()
     require_writable("--out", out)
     require_writable("--html", page)
     problem = measured(planning_options.problem(spec, penalty), profiles)
@@ -129,7 +129,7 @@ def plan(
         outcome = _with_candidates(factory, outcome, spec)
         result = expected(problem, outcome.plan, {})
         if tried is not None:
-            result = noted(outcome.plan, tried, spec, problem, asked.cv)
+            result = with_evidence(outcome.plan, tried, spec, problem, asked.cv)
         outcome = replace(outcome, plan=result)
         notes = (*lossy_notices(result), *notes)
         progress_bar("comparing alternatives")
@@ -340,8 +340,8 @@ def compare(as_json: bool, **options: Any) -> None:
     Each row is the cheapest plan of a strategy that meets its SLOs in simulation, as `plan --strategy` finds it; all
     are simulated with the same requests.
     """
-    planning_options, rest = posed_of(options)
-    rehearsal_options, spec = asked_of(rest), planning_options.spec()
+    planning_options, rest = split_planning_options(options)
+    rehearsal_options, spec = rehearsal_options_of(rest), planning_options.spec()
     problem = planning_options.problem(spec)
     with progress(4 * len(problem.demands) + 12) as progress_bar:
         problem, solved, left_out, notes = _solved(

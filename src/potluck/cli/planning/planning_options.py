@@ -61,7 +61,7 @@ class PlanningOptions:
         return SolveSettings(self.limit_s, seed=self.seed, **more)
 
 
-def posed_of(options: Mapping[str, Any]) -> tuple[PlanningOptions, dict[str, Any]]:
+def split_planning_options(options: Mapping[str, Any]) -> tuple[PlanningOptions, dict[str, Any]]:
     """Splits a command's options into planning options and the rest."""
     own = {field.name for field in fields(PlanningOptions)}
     mine = {name: value for name, value in options.items() if name in own}

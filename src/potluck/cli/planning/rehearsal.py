@@ -80,7 +80,7 @@ def evidence_lines(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOpti
     return lines
 
 
-def noted(
+def with_evidence(
     plan: Plan, rehearsal: Rehearsal, spec: Spec, problem: PlanningProblem, gap_cv: float | None
 ) -> Plan:
     """The best plan with the SLO attainment that simulation showed, for the plan file."""
@@ -91,16 +91,18 @@ def noted(
     shown = tuple(item.told(best_plan.fresh, gap_cv) for item in best_plan.evidence)
     seen_s = {item.model: (item.ttft_s, item.tpot_s) for item in best_plan.evidence if item.ttft_s > 0}
     plan = expected(problem, plan, seen_s)
-    return replace(plan, rehearsed=Rehearsed(mark_of_trial(plan, spec, problem), shown))
+    return replace(plan, rehearsed=Rehearsed(rehearsal_digest(plan, spec, problem), shown))
 
 
-def known_of(plan: Plan, spec: Spec, problem: PlanningProblem) -> tuple[Tried, ...]:
+def known_evidence(plan: Plan, spec: Spec, problem: PlanningProblem) -> tuple[Tried, ...]:
     """SLO attainment that a plan file has of this very spec; nothing where it was simulated with another one."""
     message = plan.rehearsed
-    return message.models if message is not None and message.of == mark_of_trial(plan, spec, problem) else ()
+    return (
+        message.models if message is not None and message.of == rehearsal_digest(plan, spec, problem) else ()
+    )
 
 
-def mark_of_trial(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
+def rehearsal_digest(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
     """A digest of the inputs of a rehearsal, apart from seeds and lengths of runs."""
     from potluck.cli.simulating.simulation import SimulationInputs, scene_of
     from potluck.core.values.plan import mark_of, plan_from_json, plan_to_json
@@ -204,17 +206,19 @@ def rehearsing(planner: Planner, spec: Spec) -> Planner:
         outcome = planner(factory, settings)
         if not outcome.plan.deployments:
             return outcome
-        now, settings = spec_now(spec, factory.problem), replace(settings, start_s=None)
+        now, settings = current_spec(spec, factory.problem), replace(settings, start_s=None)
         result = rehearsed(now, factory, outcome, planner, settings, RehearsalOptions())
         if result is None:
             return outcome
         best_outcome = result.outcome
-        return replace(best_outcome, plan=noted(best_outcome.plan, result, now, factory.problem, None))
+        return replace(
+            best_outcome, plan=with_evidence(best_outcome.plan, result, now, factory.problem, None)
+        )
 
     return planned
 
 
-def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
+def current_spec(spec: Spec, problem: PlanningProblem) -> Spec:
     """The spec with the current nodes, links, rates and lengths of a problem."""
     asks = {demand.name: demand for demand in problem.demands}
     models = tuple(
@@ -248,12 +252,12 @@ def planner_of(strategy: str, spec: Spec, averages: bool) -> Planner:
     return planner if averages else rehearsing(planner, spec)
 
 
-def basis_of_all(averages: bool) -> str:
+def simulation_basis(averages: bool) -> str:
     """Whether the plans of a table were simulated."""
     return "for mean traffic, not simulated" if averages else "each checked in simulation"
 
 
-def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
+def rehearsal_options_of(options: Mapping[str, Any]) -> RehearsalOptions:
     rehearsal_options = RehearsalOptions(**options)
     if rehearsal_options.cv is not None and not rehearsal_options.cv >= 0:
         raise InputError("--cv", f"must not be negative, is {rehearsal_options.cv:g}")
@@ -269,13 +273,13 @@ def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
     return rehearsal_options
 
 
-def tried_briefly(
+def simulated_briefly(
     spec: Spec, problem: PlanningProblem, plan: Plan, report_stage: ReportStage = lambda _: None
 ) -> tuple[Tried, ...]:
     """SLO attainment of a plan in a short simulation of the current problem; nothing without demand."""
     from potluck.rehearse.rehearsal import tried
 
-    spec = spec_now(spec, problem)
+    spec = current_spec(spec, problem)
     if not any(model.traffic.rate_per_s > 0 for model in spec.models):
         return ()
     report_stage("simulating the plan")

@@ -35,7 +35,7 @@ from potluck.cli.planning.rehearsal import (
     averages_option,
     evidence_line,
     rehearsing,
-    tried_briefly,
+    simulated_briefly,
 )
 from potluck.core.errors import CapacityError, InputError, UnknownNameError, did_you_mean
 from potluck.core.figures import seconds
@@ -68,7 +68,7 @@ def best_tried(
             continue
         key = (replan_option.plan.deployments, replan_option.plan.shares, replan_option.plan.flows)
         if key not in seen:
-            seen[key] = tried_briefly(spec, problem, replan_option.plan, report_stage)
+            seen[key] = simulated_briefly(spec, problem, replan_option.plan, report_stage)
         worst = max((VERDICTS.index(tried.verdict) for tried in seen[key]), default=0)
         result.append((worst, replan_option, seen[key]))
         if worst == 0:
@@ -463,7 +463,7 @@ def _with_rate(problem: PlanningProblem, text: str) -> PlanningProblem:
     return replace(problem, demands=tuple(demands))
 
 
-LEAST_PER_S = 1e-3
+MIN_OBSERVED_RATE_PER_S = 1e-3
 """A model that was asked for less keeps the rate that its spec has: a pause is no reason to plan for nothing."""
 
 
@@ -497,7 +497,7 @@ def live_of(service: ServiceView) -> LiveService:
     rates = tuple(
         f"{model}={rates[-1]:.6g}"
         for model, rates in sorted(seen.items())
-        if model in models and rates[-1] >= LEAST_PER_S
+        if model in models and rates[-1] >= MIN_OBSERVED_RATE_PER_S
     )
     profiles = tuple(Path(item) for item in known.get("profiles", ()))
     paces = paces_of(service.store, now_s)

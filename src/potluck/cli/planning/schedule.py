@@ -10,8 +10,13 @@ from click import option
 
 from potluck.cli.common.files import FOLDER, OutputFiles
 from potluck.cli.common.render import emit_json, paragraph, percent, progress, table, usd
-from potluck.cli.planning.planning_options import json_option, posed_of, posing_options, strategy_option
-from potluck.cli.planning.rehearsal import averages_option, basis_of_all, planner_of
+from potluck.cli.planning.planning_options import (
+    json_option,
+    posing_options,
+    split_planning_options,
+    strategy_option,
+)
+from potluck.cli.planning.rehearsal import averages_option, planner_of, simulation_basis
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,7 +50,7 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     from potluck.plan.day_schedule import schedule as schedule_day
     from potluck.plan.strategies import TemplateFactory
 
-    planning_options, _ = posed_of(options)
+    planning_options, _ = split_planning_options(options)
     spec, settings, saves = planning_options.spec(), planning_options.settings(), OutputFiles()
     planner = planner_of(strategy, spec, averages)
     rates = hourly_rates(spec)
@@ -61,9 +66,9 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
         for name, plan in (plans | {"static.json": day_schedule.static}).items():
             saves.text("--out", out / name, lambda plan=plan: plan_to_json(plan))  # type: ignore[misc]
     if as_json:
-        emit_json(_schedule_json(day_schedule) | {"basis": basis_of_all(averages)})
+        emit_json(_schedule_json(day_schedule) | {"basis": simulation_basis(averages)})
     else:
-        _show_schedule(day_schedule, basis_of_all(averages))
+        _show_schedule(day_schedule, simulation_basis(averages))
     saves.complain()
 
 

@@ -86,7 +86,7 @@ class Attachment:
 
 def attach(file: Path, paths: tuple[Path, ...], asked: UpOptions, host: str = "127.0.0.1") -> None:
     from potluck.cli.supervisor import SUPERVISED
-    from potluck.control.launchers.process import must_be_free
+    from potluck.control.launchers.process import require_free_port
     from potluck.control.local_stack import LocalStack, LocalStackSettings
 
     began_s = time.monotonic()
@@ -98,9 +98,9 @@ def attach(file: Path, paths: tuple[Path, ...], asked: UpOptions, host: str = "1
     if not SUPERVISED.again:
         _say(f"probing {len(entries)} server" + ("s" if len(entries) > 1 else ""))
     folder = asked.state or run_service.STATE / (file if spec_path is None else spec_path).stem
-    run_service.must_be_nobodys(folder)
+    run_service.require_unused_state(folder)
     if asked.port and not (folder / "state.db").is_file():
-        must_be_free(asked.port)
+        require_free_port(asked.port)
     if spec_path is None:
         simulation.policy_of(asked.policy)
         probed = probe_all(entries, asked.engine_ca)

@@ -28,7 +28,7 @@ ON = "on"  # Under which the state has where its engines are.
 ENGINE_KEY = "engine.key"
 
 
-elsewhere_options = option_group(
+cluster_options = option_group(
     option(
         "--on", default="here", type=click.Choice(["here", "ray", "kubernetes"]), help="Where engines run."
     ),
@@ -110,7 +110,7 @@ class ClusterTarget:
         return replace(settings, maker=engine_commands, launcher=launcher, market=market, gateway=words)
 
     def remembered(self, store: StateStore) -> None:
-        """For whoever ends this service without us."""
+        """Record the cluster in the store, for a later `potluck down`."""
         message: Mapping[str, Any] = store.get(ON) or {}
         place = str(message.get("on", "here"))
         if place != self.on and store.instances():

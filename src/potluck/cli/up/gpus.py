@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from potluck.cli.planning.rehearsal import ReportStage
-from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all, tried_as_it_is
+from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all, with_known_attainment
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands, only_gpu_of
 from potluck.control.launchers.local_capacity import VISIBLE, LocalGpu, find_chips, free_bytes
@@ -39,12 +39,12 @@ KV_SHARE = 0.85
 MOST_CPU_KV_BYTES, CPU_KV_SHARE = 4 << 30, 0.5
 MEASURE_S = 300.0
 SCALED = ("fp16_tflops", "bandwidth_gb_per_s", "fp8_tflops", "fp4_tflops")
-LEAST_MEMORY = 0.85  # Of the catalog's figure, that a chip of this name has at least.
+MIN_MEMORY_SHARE = 0.85  # Of the catalog's figure, that a chip of this name has at least.
 USUAL_PRICE_USD_PER_H = 1.0
 LESS = 0.75
 TRIES = 3
 SLOWER = (1.0, 4.0, 16.0)
-"""Times the objective: one that nobody asked for must not keep a slow machine from serving."""
+"""Factor on the default SLO, so that a slow machine can serve."""
 HEADER = """\
 # Made by `potluck up --model`: the GPUs of this machine. The objective and the lengths of requests are guesses, the
 # rate is what the GPUs can do with them. To serve for others, copy it, change it, and: potluck up COPY --engine gpu
@@ -77,7 +77,7 @@ def _must_have_memory(gpu: LocalGpu, name: str) -> None:
     from potluck.catalog import gpus
 
     known = gpus.gpu(name).memory_gb * 1e9
-    if gpu.memory_bytes < LEAST_MEMORY * known:
+    if gpu.memory_bytes < MIN_MEMORY_SHARE * known:
         there = f"{gpu.memory_bytes / 1e9:.0f} GB"
         raise InputError(
             "--model",
@@ -158,7 +158,7 @@ def spec_text(
 
 
 def _price(gpu: str, parts: Sequence[LocalGpu] = ()) -> float:
-    """What renting one would cost; something, where nobody lists it, so that none is for free."""
+    """The listed price of a GPU; a default where none is listed, so that no GPU is free."""
     from potluck.catalog import prices
 
     if part := next((part for part in parts if gpu_of(part) == gpu), None):
@@ -244,7 +244,7 @@ def prepared_for_gpus(
         rate_per_s = float(f"{rate_per_s * LESS**attempt:.2g}")
         written(path, text(rate_per_s, slo))
         spec = load_spec(path)
-        tried = tried_as_it_is(make(spec), choices, report_stage)
+        tried = with_known_attainment(make(spec), choices, report_stage)
         if tried.holds:
             break
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
@@ -275,7 +275,7 @@ def _within_reach(
 
 
 def maker_of(spec: Spec, chips: Sequence[LocalGpu] | None, device: str = "cuda") -> EngineCommands:
-    """How engines of a spec's models are made on these chips; without, on those that somebody else hands out."""
+    """Engine commands for a spec's models on these GPUs; without GPUs, on those that a cluster assigns."""
     mine = _kinds(chips or ())
     if chips is not None:
         _must_be_there("gpu", {node.name: node.name for node in spec.node_types}, mine)
@@ -354,7 +354,7 @@ def _must_be_there(style: str, kinds: Mapping[str, str], mine: Sequence[tuple[st
             raise InputError("--engine", f"{style}: the spec has {node}, this machine has {', '.join(there)}")
 
 
-def must_have_chips(plan: Plan, engine_commands: EngineCommands) -> None:
+def require_gpus(plan: Plan, engine_commands: EngineCommands) -> None:
     there = Counter(kind for kind, _ in engine_commands.chips)
     wanted: Counter[str] = Counter()
     for deployment in plan.deployments:

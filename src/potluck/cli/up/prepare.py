@@ -56,18 +56,24 @@ def prepared(
     if plan is not None:
         return PreparedPlan(SimulationInputs(spec, _problem(spec, choices), plan))
     if len(paths) == 2:
-        return tried_as_it_is(read_plan_and_spec(paths[0], spec, choices.profiles), choices, report_stage)
+        return with_known_attainment(
+            read_plan_and_spec(paths[0], spec, choices.profiles), choices, report_stage
+        )
     return _planned(spec, choices, report_stage)
 
 
-def tried_as_it_is(inputs: SimulationInputs, choices: PlanChoices, report_stage: ReportStage) -> PreparedPlan:
+def with_known_attainment(
+    inputs: SimulationInputs, choices: PlanChoices, report_stage: ReportStage
+) -> PreparedPlan:
     """A fixed plan with its simulated SLO attainment, from the plan file where that has it."""
-    from potluck.cli.planning.rehearsal import evidence_line, known_of, tried_briefly
+    from potluck.cli.planning.rehearsal import evidence_line, known_evidence, simulated_briefly
 
     if choices.averages:
         return PreparedPlan(inputs)
     about = inputs.spec, inputs.problem, inputs.plan
-    shown = known_of(inputs.plan, inputs.spec, inputs.problem) or tried_briefly(*about, report_stage)
+    shown = known_evidence(inputs.plan, inputs.spec, inputs.problem) or simulated_briefly(
+        *about, report_stage
+    )
     holds = all(item.verdict == "holds" for item in shown)
     return PreparedPlan(inputs, tuple(map(evidence_line, shown)), holds)
 

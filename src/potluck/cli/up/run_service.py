@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 QUESTION = "Hello"
-MOST_TOKENS = 40
+CHECK_MAX_TOKENS = 40
 ANSWER_S = 120.0
 OWN_NAME = "potluck up --check"
 STATE = Path.home() / ".local" / "state" / "potluck"
@@ -58,7 +58,7 @@ def body_of(model: str) -> dict[str, object]:
         "model": model,
         "stream": True,
         "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": MOST_TOKENS,
+        "max_tokens": CHECK_MAX_TOKENS,
     }
 
 
@@ -144,7 +144,7 @@ def run_stack(show: RunningShow, *, check_room: bool = True) -> None:
             stack.run(stop.is_set, show.seen)
         except PotluckError as error:
             show.quiet()
-            if show.check:  # nobody asked for something that stays
+            if show.check:  # --check does not keep the service running
                 with suppress(PotluckError):
                     stack.down()
             raise CapacityError(f"{error}\n{_kept(stack)}") from error
@@ -168,8 +168,8 @@ def _kept(stack: LocalStack) -> str:
     return f"on without a controller: {what}; `potluck up` takes over, `potluck down` stops all"
 
 
-def must_be_nobodys(path: Path) -> None:
-    """Somebody who looks after this already is found before a plan is made for nothing."""
+def require_unused_state(path: Path) -> None:
+    """Refuse a state folder that another controller uses, before planning."""
     from potluck.control.service_view import ServiceView
 
     if (path / "state.db").is_file():

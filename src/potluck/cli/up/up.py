@@ -22,7 +22,7 @@ from potluck.cli.common.files import FILE, FOLDER, PATH
 from potluck.cli.common.inputs import for_style, weights_in
 from potluck.cli.common.render import paragraph, progress, unstyled
 from potluck.cli.supervisor import SUPERVISED
-from potluck.cli.up.clusters import ClusterTarget, elsewhere_options
+from potluck.cli.up.clusters import ClusterTarget, cluster_options
 from potluck.cli.up.run_service import (
     QUESTION,
     STATE,
@@ -30,13 +30,13 @@ from potluck.cli.up.run_service import (
     ServiceSummary,
     ask,
     curl,
-    must_be_nobodys,
     own_key,
+    require_unused_state,
     run_stack,
 )
 from potluck.cli.up.up_options import UpOptions
 from potluck.control.launchers.local_capacity import find_chips
-from potluck.control.launchers.process import last_lines, must_be_free
+from potluck.control.launchers.process import last_lines, require_free_port
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.figures import seconds
 from potluck.core.values.kv import lossy_notices
@@ -172,7 +172,7 @@ def demo() -> Path:
     default=CHECK_TIMEOUT_S,
     help="Time limit of --check in s.",
 )
-@elsewhere_options
+@cluster_options
 @option("--json", "as_json", is_flag=True, help="Print addresses as JSON.")
 def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
     """Plan, start engines and a gateway, and operate them until Ctrl-C.
@@ -222,9 +222,9 @@ def _up(paths: tuple[Path, ...], remote_target: ClusterTarget, asked: UpOptions)
         day, paths = scheduled(asked.schedule, paths)
     spec_path = paths[-1] if paths else demo()
     folder = asked.state or STATE / (spec_path.stem if model is None else model.resolve().name)
-    must_be_nobodys(folder)
+    require_unused_state(folder)
     if asked.port and not (folder / "state.db").is_file():  # else its own gateway may be there
-        must_be_free(asked.port)
+        require_free_port(asked.port)
     with ExitStack() as whole, ExitStack() as until_ready:
         report = until_ready.enter_context(startup(18))
         # It loads while the plan is made.
@@ -261,7 +261,7 @@ def _up(paths: tuple[Path, ...], remote_target: ClusterTarget, asked: UpOptions)
             settings = replace(settings, day=replace(day, lead_s=longest_start_s(gpu_setup)))
         settings = remote_target.settled(settings, spec)
         make_factory = partial(factory_for, choices=gpu_setup.choices)
-        prepared_plan = told_slow(with_offers(gpu_setup.prepared, rules, make_factory), fork_server)
+        prepared_plan = with_slowness_note(with_offers(gpu_setup.prepared, rules, make_factory), fork_server)
         planner = planner_of(prepared_plan.inputs, rules, asked.time_limit_s, make_factory)
         stack = LocalStack(settings, prepared_plan.inputs.plan, planner, fork_server)
         remote_target.remembered(stack.store)
@@ -399,7 +399,7 @@ class _Show:
             click.echo(f"{answer.model}, asked {QUESTION!r}: {took}\n  {' '.join(answer.text.split())[:200]}")
 
 
-SLACK = 3.0  # Times the start-up that is reckoned with, after which an engine is given up.
+START_TIME_MARGIN = 3.0  # Times the start-up that is reckoned with, after which an engine is given up.
 
 
 def prepared_for(
@@ -439,7 +439,7 @@ def prepared_for(
         )
     prepared_plan = prepared(paths, spec, choices, said, plan)
     if here:
-        gpus.must_have_chips(prepared_plan.inputs.plan, engine_commands)
+        gpus.require_gpus(prepared_plan.inputs.plan, engine_commands)
     engine_commands = replace(engine_commands, weights=weights_in(spec, prepared_plan.inputs.plan))
     if style == "vllm":
         engine_commands = replace(
@@ -457,7 +457,7 @@ def start_s(gpu_setup: GpuSetup) -> float:
 
     if gpu_setup.maker.style not in ("gpu", "vllm"):
         return START_S
-    return max(START_S, SLACK * longest_start_s(gpu_setup))
+    return max(START_S, START_TIME_MARGIN * longest_start_s(gpu_setup))
 
 
 def longest_start_s(gpu_setup: GpuSetup) -> float:
@@ -468,7 +468,7 @@ def longest_start_s(gpu_setup: GpuSetup) -> float:
     return current_problem.longest_start_s(inputs.problem, startups_of(inputs.spec))
 
 
-def told_slow(prepared_plan: PreparedPlan, fork_server: ForkServer | None) -> PreparedPlan:
+def with_slowness_note(prepared_plan: PreparedPlan, fork_server: ForkServer | None) -> PreparedPlan:
     """With a line, before anything is served, where this machine is too slow for the plan's GPUs."""
     from potluck.control.launchers.local_capacity import cpu_count, slow_line
 
@@ -485,7 +485,7 @@ def planner_of(
     time_limit_s: float,
     make_factory: Callable[[PlanningProblem], TemplateFactory],
 ) -> Planner | None:
-    from potluck.cli.planning.rehearsal import rehearsing, tried_briefly
+    from potluck.cli.planning.rehearsal import rehearsing, simulated_briefly
     from potluck.cli.simulating.simulation import startups_of
     from potluck.control.replanner import PlanEvidence, Replanner
 
@@ -494,7 +494,7 @@ def planner_of(
     spec = inputs.spec
 
     def holds(problem: PlanningProblem, plan: Plan) -> bool:
-        return all(item.verdict == "holds" for item in tried_briefly(spec, problem, plan))
+        return all(item.verdict == "holds" for item in simulated_briefly(spec, problem, plan))
 
     return Replanner(
         inputs.problem,

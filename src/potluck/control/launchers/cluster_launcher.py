@@ -23,7 +23,7 @@ from potluck.core.values.layout import StageNode
 class ClusterOptions:
     maker: EngineCommands
     spellings: Spellings
-    key: str = ""  # What engines ask of whoever wants something of them.
+    key: str = ""  # API key of engines.
 
 
 class ClusterLauncher:

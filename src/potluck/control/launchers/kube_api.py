@@ -24,9 +24,9 @@ import yaml
 from potluck.control.http_client import HttpAnswer, HttpClient
 from potluck.core.errors import InputError, PotluckError
 
-ASK_S = 10.0
+REQUEST_TIMEOUT_S = 10.0
 INSIDE = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-MOST_LINE_BYTES = 4_000_000
+MAX_LINE_BYTES = 4_000_000
 Json = dict[str, Any]
 
 
@@ -66,8 +66,8 @@ class KubeApi:
     def watch(self, path: str, within_s: float, **query: object) -> Iterator[Json]:
         """What changes, as it changes, until the server ends it or is silent for longer than it said."""
         asked = {**query, "watch": "true", "timeoutSeconds": int(within_s)}
-        with self._call("GET", path, asked, timeout_s=within_s + ASK_S) as answer:
-            while line := answer.readline(MOST_LINE_BYTES):
+        with self._call("GET", path, asked, timeout_s=within_s + REQUEST_TIMEOUT_S) as answer:
+            while line := answer.readline(MAX_LINE_BYTES):
                 yield self._object(line)
 
     def _object(self, text: bytes) -> Any:
@@ -83,12 +83,12 @@ class KubeApi:
         path: str,
         query: Mapping[str, object],
         body: Json | None = None,
-        timeout_s: float = ASK_S,
+        timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> Iterator[HttpAnswer]:
         words = urlencode({name: value for name, value in query.items() if value != ""})
         with self._http.call(method, f"{path}?{words}" if query else path, timeout_s, body) as answer:
             if answer.status >= 300:
-                received = answer.read(MOST_LINE_BYTES)
+                received = answer.read(MAX_LINE_BYTES)
                 try:
                     why = str(json.loads(received)["message"])
                 except (ValueError, KeyError, TypeError):

@@ -46,7 +46,7 @@ LOST_S = 5.0  # Without an answer for so long, an engine that was ready is dead.
 BAN_S = 60.0  # For so long a node whose engine fell silent gets nothing; Kubernetes has decided by then.
 PLACE_S = 120.0  # In which a node must be found, and its image.
 FRESH_S = 10.0  # In which a pod that was made must be seen.
-ASKERS = 8
+HTTP_THREADS = 8
 FIRST_NODE = "%first%"  # In commands of a vLLM's other machines, until the first has an address.
 OF_A_SERVER = ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
 OWNER = "potluck/owner"
@@ -77,7 +77,7 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
         self._made_s: dict[str, float] = {}
         self._ending: set[str] = set()
         self._known: dict[str, bool] = {}  # Nodes, and whether they were cordoned, at the last look.
-        self._askers = ThreadPoolExecutor(ASKERS, thread_name_prefix="potluck-ask")
+        self._askers = ThreadPoolExecutor(HTTP_THREADS, thread_name_prefix="potluck-ask")
         if not (self._pods.wait(30.0) and self._nodes.wait(30.0)):
             problem = self._pods.problem or self._nodes.problem or "it does not answer"
             raise CapacityError(f"--on: kubernetes: {problem}")
@@ -175,7 +175,7 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
 
     def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
         if self._pods.problem:
-            return ()  # nobody knows; all stays as it was
+            return ()  # state unknown; nothing changes
         now_s = self._clock()
         pods = self._pods.now()
         for place in places.values():
@@ -186,7 +186,7 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
         engine_sightings = tuple(self._seen(name, place, pods, now_s) for name, place in places.items())
         known = {pod for place in places.values() for pod in pods_of(place)}
         for name in pods.keys() - known:
-            # Started, and never written down: nobody counts on it.
+            # Started, but not recorded, as the controller was killed in between.
             self._delete(name)
         return engine_sightings
 

@@ -62,7 +62,7 @@ def engine_container(
         "ports": [{"name": "http", "containerPort": ports[0]}, {"name": "kv", "containerPort": ports[1]}],
         **resources(gpus, manifest_options, requests),
         "volumeMounts": [*mounts(manifest_options), {"name": "shm", "mountPath": "/dev/shm"}],
-        # Weights may take long to load; whoever never answers is started again after half an hour.
+        # Weights may take long to load; a pod that does not answer is restarted after half an hour.
         "startupProbe": health | {"periodSeconds": 5, "failureThreshold": 360},
         "readinessProbe": health | {"periodSeconds": 5, "timeoutSeconds": 3},
         "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},

@@ -101,7 +101,7 @@ Free = Callable[[], int | None]
 
 
 def free_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
-    """What can still be taken: of the machine, and within the limit of a container; None where nobody says."""
+    """What can still be taken: of the machine, and within the limit of a container; None where unknown."""
     numbers = [number for number in (_of_machine(meminfo), _of_container(cgroup)) if number is not None]
     return min(numbers) if numbers else None
 
@@ -144,8 +144,8 @@ def must_have_room(style: str, engines: int, free: Free = free_bytes, more_bytes
     )
 
 
-ASK = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
-ASK_S = 30.0
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
+NVIDIA_SMI_TIMEOUT_S = 30.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -161,7 +161,9 @@ class LocalGpu:
 def find_chips(environment: Mapping[str, str] | None = None) -> tuple[LocalGpu, ...]:
     variables = os.environ if environment is None else environment
     try:
-        done = subprocess.run(ASK, capture_output=True, text=True, timeout=ASK_S, env=dict(variables))
+        done = subprocess.run(
+            NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, env=dict(variables)
+        )
     except FileNotFoundError:
         return ()
     except (OSError, subprocess.TimeoutExpired) as error:

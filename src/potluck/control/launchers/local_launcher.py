@@ -24,7 +24,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 
 class ForkServer:
-    """Loads from when it is made, and says no where it cannot fork: whoever asks then starts a process instead."""
+    """Loads from when it is made, and refuses where it cannot fork, and the caller then starts a process."""
 
     def __init__(
         self, marks: Mapping[str, str], log: Path, module: str = MODULE, style: str = "emulated"
@@ -164,7 +164,7 @@ class LocalLauncher:
         known = {place.get("pid") for place in places.values()}
         for pid in engines_of(self._owner):
             if pid.number not in known:
-                # Started, and never written down: nobody counts on it.
+                # Started, but not recorded, as the controller was killed in between.
                 process.end(pid)
         self._insist(places)
         there = {seen.name: places[seen.name] for seen in engine_sightings if seen.state != "dead"}
@@ -182,8 +182,8 @@ class LocalLauncher:
             return EngineSighting(name, "dead", problem=problem)
         process.rotate(log)
         url = str(place.get("url", ""))
-        if process.stands_still(pid):  # it is not waited for
-            return EngineSighting(name, "starting", stands_still=True)
+        if process.is_hung(pid):  # it is not waited for
+            return EngineSighting(name, "starting", is_hung=True)
         return EngineSighting(name, "up", url) if process.healthy(url) else EngineSighting(name, "starting")
 
     def stop(self, name: str, place: Place) -> None:

@@ -68,7 +68,7 @@ def spawn(
         raise CapacityError(f"{command[0]} could not be started ({error.strerror or error})") from error
     finally:
         os.close(out)
-    # Whether it lives is read from /proc, also by those who are not its parent; so nobody waits for it here.
+    # Whether it lives is read from /proc, also by those who are not its parent; so it is not waited for here.
     made.returncode = 0
     return ProcessId(made.pid, started_at(made.pid) or 0)
 
@@ -96,7 +96,7 @@ def started_at(number: int) -> int | None:
     return None if not fields or fields[0] in ("Z", "X") else int(fields[START_FIELD])
 
 
-def stands_still(pid: ProcessId) -> bool:
+def is_hung(pid: ProcessId) -> bool:
     return _stat(pid.number)[:1] == ["T"]
 
 
@@ -118,7 +118,7 @@ def alive(pid: ProcessId) -> bool:
 
 
 def _reap(number: int) -> None:
-    """Our own children leave something behind when they end, until somebody asks."""
+    """Reap ended children, which are zombies until then."""
     try:
         os.waitpid(number, os.WNOHANG)
     except (ChildProcessError, OSError):
@@ -175,7 +175,7 @@ def last_lines(log: Path, count: int, most_bytes: int = 8000) -> list[str]:
 
 
 def rotate(log: Path, largest_bytes: int = LARGEST_LOG_BYTES) -> None:
-    """Keep a log from growing for ever: what it has goes to NAME.1, and whoever writes goes on at its start."""
+    """Keep a log from growing for ever: its contents go to NAME.1, and the writer continues at its start."""
     try:
         if log.stat().st_size <= largest_bytes:
             return
@@ -186,8 +186,8 @@ def rotate(log: Path, largest_bytes: int = LARGEST_LOG_BYTES) -> None:
         return
 
 
-ASK_S = 1.0
-LEASE_S = 900.0  # In which whoever was given a port listens on it: a vLLM reads its weights first.
+REQUEST_TIMEOUT_S = 1.0
+LEASE_S = 900.0  # In which the new owner of a port listens on it: vLLM loads weights first.
 TRIES = 50
 FIRST_PORT = 10_000
 GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -195,7 +195,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def own_ports(given_out: Path = GIVEN_OUT) -> range:
-    """Below those that the system gives to whoever asks for any; where it gives out nearly all, all."""
+    """Ports below the system's ephemeral range; all ports where that range is nearly everything."""
     try:
         lowest = int(given_out.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -211,7 +211,7 @@ class Ports:
         self._leased: dict[int, float] = {}
 
     def free(self, count: int = 1) -> int:
-        """One that nobody listens on, and that was given to nobody lately; the first of so many in a row."""
+        """A port that is free and was not assigned lately; the first of `count` in a row."""
         now_s = self._clock()
         self._leased = {port: until_s for port, until_s in self._leased.items() if until_s > now_s}
         for _ in range(TRIES):
@@ -232,7 +232,7 @@ class Ports:
 
 
 def taken(port: int) -> str:
-    """Why nobody can listen on a port of the loopback address; empty where one can."""
+    """Why a loopback port cannot be listened on; empty where it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -242,7 +242,7 @@ def taken(port: int) -> str:
     return ""
 
 
-def must_be_free(port: int) -> None:
+def require_free_port(port: int) -> None:
     if why := taken(port):
         raise InputError("--port", f"{port} cannot be used ({why}); say another, or 0 for a free one")
 
@@ -254,9 +254,9 @@ def free_port() -> int:
 
 
 def next_free(first: int) -> int:
-    """This one, or the next that nobody listens on; any where there is none soon."""
+    """This port, or the next free one; any free port where the next ones are taken."""
     return next((port for port in range(first, first + TRIES) if not taken(port)), None) or free_port()
 
 
-def healthy(url: str, within_s: float = ASK_S, authority: str = "") -> bool:
+def healthy(url: str, within_s: float = REQUEST_TIMEOUT_S, authority: str = "") -> bool:
     return answers_well(url, "/health", within_s, authority)

@@ -107,7 +107,7 @@ def must_name_regions(nodes: Iterable[Mapping[str, Any]], regions: Collection[st
 
 
 HOST, PORT, KV_PORT, PYTHON = "%host%", "%port%", "%kv_port%", "%python%"
-MOST_LOG_BYTES = 65_536
+MAX_LOG_BYTES = 65_536
 ActorTask = Literal["engine", "reserve"]
 """An engine answers at its port; `reserve` only holds a node."""
 Report = dict[str, Any]
@@ -187,7 +187,7 @@ class ProcessActor:
             with self._log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 begin = after if after <= size else 0  # it was rotated
-                file.seek(max(begin, size - MOST_LOG_BYTES))
+                file.seek(max(begin, size - MAX_LOG_BYTES))
                 return file.read(), size
         except OSError:
             return b"", after

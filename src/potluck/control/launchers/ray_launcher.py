@@ -1,7 +1,7 @@
 """A launcher on the nodes of a Ray cluster.
 
 An engine is a process that an actor supervises, not a thing inside of the actor: it is the same program as anywhere
-else, with its own signals and Python. It ends with its actor, so that no GPU is held by what nobody knows.
+else, with its own signals and Python. It ends with its actor, so that no unknown process holds a GPU.
 
 Ray notices a dead node after 12 to 15 s. Here an engine whose actor has not answered for LOST_S, and that does not
 answer itself, is dead.
@@ -42,7 +42,7 @@ BAN_S = 20.0  # For so long a node that was not heard gets nothing; Ray knows by
 PLACE_S = 90.0
 WAIT_S = 0.25
 NODES_S = 1.0
-SWEEP_S = 5.0  # Between two looks at all nodes; for actors that nobody knows.
+SWEEP_S = 5.0  # Between two sweeps of all nodes for unknown actors.
 KEY_VARIABLE = "POTLUCK_API_KEY"
 
 
@@ -229,7 +229,7 @@ class RayLauncher(cluster_launcher.ClusterLauncher):
         self._silent = {node: at_s for node, at_s in silent if node in now and now_s - at_s < BAN_S}
 
     def _sweep(self, places: Collection[str], now_s: float) -> None:
-        """Actors that were started and never written down: nobody counts on them."""
+        """Actors that were started but not recorded."""
         if now_s - self._swept_s < SWEEP_S:
             return
         self._swept_s = now_s

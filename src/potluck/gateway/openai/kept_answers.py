@@ -78,7 +78,7 @@ def digest_of(path: bytes, body: bytes) -> str:
     return hashed.hexdigest()
 
 
-def asked_of(
+def repeat_key_of(
     tenant: str, key: bytes | None, request: str | None, path: bytes, body: bytes, digest: str | None = None
 ) -> RepeatKey | None:
     """By its Idempotency-Key, or by its x-request-id together with what it asks for; None where it has neither.
@@ -509,7 +509,7 @@ def meet(
     """Where the answer to a request is to be written; None where it is read from what was kept."""
     own = exchange.headers.get(OWN) == request.encode()
     key = exchange.headers.get(b"idempotency-key")
-    repeat_key = asked_of(tenant, key, request if own else None, exchange.path, exchange.body, digest)
+    repeat_key = repeat_key_of(tenant, key, request if own else None, exchange.path, exchange.body, digest)
     kept_answer = None if repeat_key is None else kept_answers.claim(repeat_key)
     if repeat_key is None or kept_answer is None:
         return exchange
