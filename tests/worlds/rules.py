@@ -27,7 +27,7 @@ LASTING = {"serve", "work", "_flush", WATCH}  # Tasks that a gateway's processes
 HISTORIES = {
     *("Dispatcher._ended", "Requests._ended", "Waterfall._ended", "Waterfall._rows"),
     *("Counters._ended", "WorkerMeter._ended", "PageHistory._noted"),
-    *("WaitingRequests._expiries"),
+    "WaitingRequests._expiries",
 }
 """Where requests that have ended are still named, each with a limit of its own."""
 
