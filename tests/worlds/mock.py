@@ -13,7 +13,7 @@ from potluck.core.values.layout import single
 from potluck.core.values.sampling import Sampling
 from potluck.engine.mock import mock_executor
 from potluck.engine.mock.mock_engine import MockModel, mock_engine, words_of
-from potluck.engine.mock.mock_executor import NOTHING, MockExecutor, Vocabulary, after
+from potluck.engine.mock.mock_executor import EMPTY_HISTORY, MockExecutor, Vocabulary, after
 from potluck.engine.serve import EngineSettings
 from potluck.engine.server import segment_routes
 from potluck.engine.server.engine_app import open_server
@@ -52,7 +52,7 @@ def folder() -> Path:
 
 def right_answer(prompt: Sequence[int], most: int, least: int) -> list[int]:
     sampling = Sampling(temperature=0.0, barred=(END,) if least else (), barred_before=len(prompt) + least)
-    history, tokens = after(NOTHING, prompt), list[int]()
+    history, tokens = after(EMPTY_HISTORY, prompt), list[int]()
     while len(tokens) < most and END not in tokens:
         tokens.append(words().draw(history, sampling, len(prompt) + len(tokens)).token)
         history = after(history, tokens[-1:])
