@@ -125,13 +125,13 @@ PLANS = {
 def transfer_codecs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Codec]]:
     """Of every hand-over: whether its request must stay exact, and its codec."""
     result: list[tuple[bool, Codec]] = []
-    expect = SimHandovers.expect
+    begin = SimHandovers.begin
 
     def noted(self: SimHandovers, now_s: float, attempt: SimAttempt, size_bytes: float, codec: Codec) -> None:
         result.append((attempt.request.exact, codec))
-        expect(self, now_s, attempt, size_bytes, codec)
+        begin(self, now_s, attempt, size_bytes, codec)
 
-    monkeypatch.setattr(SimHandovers, "expect", noted)
+    monkeypatch.setattr(SimHandovers, "begin", noted)
     return result
 
 
