@@ -48,7 +48,7 @@ def test_schedule_prints_its_steps_and_writes_a_plan_per_step(
     shown = run("schedule", spec, "--strategy", "melange", "--out", tmp_path / "day")
     assert shown.exit_code == 0, shown.stderr
     assert "00:00-12:00" in shown.stdout
-    assert "The best plan that stays the same" in shown.stdout
+    assert "The best single plan" in shown.stdout
     names = sorted(path.name for path in (tmp_path / "day").iterdir())
     assert names == ["plan-0000.json", "plan-1200.json", "plan-1800.json", "static.json"]
     for name in names:
@@ -76,9 +76,9 @@ def test_frontier_prints_a_row_for_each_plan(
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (("frontier", "--values", "0.5,x"), "--values: '0.5,x' is not numbers"),
+        (("frontier", "--values", "0.5,x"), "--values: '0.5,x' is not a comma-separated list"),
         (("frontier", "--against", "spot", "--values", "2"), "--values: must be between 0 and 1, one is 2"),
-        (("frontier", "--against", "availability", "--survive", "zone"), "--survive: zone is not known"),
+        (("frontier", "--against", "availability", "--survive", "zone"), "--survive: zone needs nodes with a zone"),
         (("schedule", "--strategy", "best"), "strategy: unknown 'best'"),
         (("schedule", "--time-limit", "0"), "time-limit: must be positive"),
     ],
@@ -96,6 +96,6 @@ def test_schedule_refuses_a_spec_without_rates_by_hour(spec: Path, run: Callable
     spec.write_text(SPEC.replace("rate_by_hour: [2, 2, 12, 6]", "rate_per_s: 4"), encoding="utf-8")
     shown = run("schedule", spec)
     assert shown.exit_code == 2
-    assert "none says how its demand changes over the day" in shown.stderr
+    assert "no model has rates by hour" in shown.stderr
     spec.write_text(SPEC.replace(", spot: true, preemptions_per_h: 0.1", ", zone: b"), encoding="utf-8")
     assert "spot needs spot nodes" in run("frontier", spec, "--against", "spot").stderr

@@ -82,8 +82,8 @@ def test_simulation_shows_load_and_busy_time_under_different_names(
     planned_and_simulated(spec, tmp_path, capsys, 100)
     assert run(["simulate", str(tmp_path / "plan.json"), str(spec), "--requests", "300"]) in (0, 3)
     text = capsys.readouterr().out
-    assert "time with a step running" in text
-    assert "Load of the plan's copies" in text
+    assert "time busy" in text
+    assert "Utilization of the plan's copies" in text
     assert "time in steps" not in text
 
 
