@@ -427,9 +427,10 @@ class RefundLimits:
     that smallest room, less what other reservations were given back meanwhile.
     """
 
-    __slots__ = ("_admitted", "_limits", "_refunded", "_sequence")
+    __slots__ = ("_admitted", "_limits", "_refunded", "_sequence", "any_open")
 
     def __init__(self) -> None:
+        self.any_open = False
         self._sequence = 0
         self._admitted: dict[int, deque[int]] = {}
         """Sequence numbers of open reservations, by their tokens."""
@@ -440,7 +441,11 @@ class RefundLimits:
 
     def add(self, tokens: int, room: float) -> None:
         self._sequence += 1
-        self._admitted.setdefault(tokens, deque()).append(self._sequence)
+        self.any_open = True
+        if tokens in self._admitted:
+            self._admitted[tokens].append(self._sequence)
+        else:
+            self._admitted[tokens] = deque((self._sequence,))
         self._limits.append((self._sequence, room + self._refunded))
 
     def lower(self, room: float) -> None:
@@ -464,8 +469,8 @@ class RefundLimits:
         if not sequence_numbers:
             del self._admitted[tokens]
         if not self._admitted:
-            self._limits, self._refunded = [], 0.0
-        return max(0.0, limit)
+            self._limits, self._refunded, self.any_open = [], 0.0, False
+        return limit if limit > 0.0 else 0.0
 
 
 class TokenBucket:
@@ -481,22 +486,34 @@ class TokenBucket:
         if now_s > self._seen_s:
             self._level = min(self.most, self._level + (now_s - self._seen_s) * self.rate_per_s)
             self._seen_s = now_s
-            self._refunds.lower(self.most - self._level)
+            if self._refunds.any_open:
+                self._refunds.lower(self.most - self._level)
         return self._level
 
     def reserve(self, tokens: int, now_s: float) -> float:
         """As `draw`, of tokens that `settle` may give back in part."""
-        self.level(now_s)
-        wait_s = self.draw(float(tokens), now_s)
-        if wait_s == 0.0 and tokens > 0:
-            self._refunds.add(tokens, self.most - self._level)
-        return wait_s
+        level, most, refunds = self._level, self.most, self._refunds
+        if now_s > self._seen_s:
+            level += (now_s - self._seen_s) * self.rate_per_s
+            self._level = level = level if level < most else most
+            self._seen_s = now_s
+            if refunds.any_open:
+                refunds.lower(most - level)
+        wanted = tokens if tokens < most else most
+        if level < wanted:
+            return (wanted - level) / self.rate_per_s
+        self._level = level = level - tokens
+        if tokens > 0:
+            refunds.add(tokens, most - level)
+        return 0.0
 
     def settle(self, reserved: int, used: int) -> float:
         """End a reservation; returns what it took from the bucket beyond the reserved tokens, mostly negative."""
-        refund_limit = self._refunds.remove(reserved)
-        extra = max(float(used - reserved), -refund_limit)
-        self.take(extra)
+        refund_limit, extra = self._refunds.remove(reserved), float(used - reserved)
+        if extra < -refund_limit:
+            extra = -refund_limit
+        if extra != 0.0:
+            self.take(extra)
         return extra
 
     def draw(self, amount: float, now_s: float) -> float:
@@ -519,7 +536,7 @@ class TokenBucket:
     def take(self, amount: float) -> None:
         """Take so much, or give it back where negative, whatever there is."""
         level = min(self.most, self._level - amount)
-        if level > self._level:
+        if level > self._level and self._refunds.any_open:
             self._refunds.lower_by(level - self._level)
         self._level = level
 
