@@ -19,7 +19,7 @@ from random import Random
 import brain_builders as build
 
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.requests import ENDED
+from potluck.core.brain.requests import MAX_RECENTLY_ENDED
 from potluck.core.state import actions as act
 from potluck.core.state import events as brain_events
 from potluck.core.state.facts import FleetFacts
@@ -219,7 +219,9 @@ class Chaos:
         chance = self.random
         if self.recent and chance.random() < 0.05:  # said again although it is long over
             name, ended = chance.choice(self.recent)
-            if self._number - ended < ENDED // 2:  # the Brain remembers only the last ENDED
+            if (
+                self._number - ended < MAX_RECENTLY_ENDED // 2
+            ):  # the Brain remembers only the last MAX_RECENTLY_ENDED
                 self._on(brain_events.RequestArrived(build.request(name, at_s=self.now_s)))
             return
         self._number += 1
@@ -370,7 +372,11 @@ class Chaos:
                 raise InvariantBroken(f"{replica.member.id} still counts {counts}")
         build.assert_idle(brain)
         sizes = brain.sizes()
-        wrong = {name: size for name, size in sizes.items() if size > (2 * ENDED if name == "ended" else 0)}
+        wrong = {
+            name: size
+            for name, size in sizes.items()
+            if size > (2 * MAX_RECENTLY_ENDED if name == "ended" else 0)
+        }
         if wrong:
             raise InvariantBroken(f"left over with nothing open: {wrong}")
         self.views = [replica for replica in self.views if not replica.gone]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import brain_chaos_driver as driver
 import pytest
 
-from potluck.core.brain.requests import ENDED
+from potluck.core.brain.requests import MAX_RECENTLY_ENDED
 from potluck.core.state.actions import Refuse
 
 
@@ -20,10 +20,10 @@ def test_every_request_ends_once_when_events_are_late_repeated_or_lost(seed: int
 
 
 def test_chaos_driver_repeats_only_events_the_brain_still_remembers() -> None:
-    """One told again after ENDED others would begin anew, and its refusal be about a request that ended."""
+    """One told again after MAX_RECENTLY_ENDED others would begin anew, and its refusal be about a request that ended."""
     chaos = driver.Chaos(1)
     for _ in range(200):
-        chaos.recent = [("long over", -ENDED)]
+        chaos.recent = [("long over", -MAX_RECENTLY_ENDED)]
         chaos._arrive()
     assert "long over" not in chaos.brain.requests
 

@@ -8,16 +8,16 @@ import brain_builders as build
 import pytest
 
 from potluck.core.brain.recovery import (
-    ANSWER_S,
-    FAILED_S,
+    COMMON_CAUSE_S,
+    FAILURE_REPORT_S,
+    MAX_QUERIES,
     QUARANTINE_S,
-    QUESTIONS,
+    QUERY_TIMEOUT_S,
     SILENCE_S,
-    TOGETHER_S,
     RecentLosses,
-    smallest,
+    smallest_common_domain,
 )
-from potluck.core.brain.requests import ENDED
+from potluck.core.brain.requests import MAX_RECENTLY_ENDED
 from potluck.core.scaling.rule import FlipRole
 from potluck.core.state import actions as act
 from potluck.core.state import events
@@ -75,9 +75,9 @@ def test_ended_request_does_not_start_again_on_a_repeated_arrival(end: str) -> N
     elif end == "cancelled":
         assert world.tell(events.RequestCancelled("a")) == [act.Abort("a", ("one@near#0/0",))]
     assert world.tell(events.RequestArrived(asked)) == []
-    for number in range(2 * ENDED):
+    for number in range(2 * MAX_RECENTLY_ENDED):
         world.brain.on(0.0, events.RequestCancelled(f"other{number}"))
-    assert world.brain.sizes()["ended"] <= 2 * ENDED
+    assert world.brain.sizes()["ended"] <= 2 * MAX_RECENTLY_ENDED
 
 
 def test_lost_replica_without_failure_events_is_queried_and_its_request_resumed() -> None:
@@ -86,9 +86,9 @@ def test_lost_replica_without_failure_events_is_queried_and_its_request_resumed(
     world.advance("a")
     lost = run.route.decoder
     world.tell(events.ReplicaLost(lost, "died"))
-    world.now_s = FAILED_S - 0.1
+    world.now_s = FAILURE_REPORT_S - 0.1
     assert not [item for item in world.tell(events.Tick()) if isinstance(item, act.QueryAttempt)]
-    world.now_s = FAILED_S
+    world.now_s = FAILURE_REPORT_S
     assert act.QueryAttempt("a", 0) in world.tell(events.Tick())
     again = dispatched_run(world.fail("a", "replica", lost, streamed=57))
     assert (again.attempt, again.streamed_tokens, again.prompt_tokens) == (1, 57, 1057)
@@ -122,9 +122,9 @@ def test_silent_attempt_is_queried_and_then_refused_as_lost() -> None:
     world = build.world(plan_of_copies(1))
     world.arrive(build.request("a"))
     world.now_s = SILENCE_S
-    for _ in range(QUESTIONS):
+    for _ in range(MAX_QUERIES):
         assert world.tell(events.Tick()) == [act.QueryAttempt("a", 0)]
-        world.now_s += ANSWER_S
+        world.now_s += QUERY_TIMEOUT_S
     abandoned, refused = world.tell(events.Tick())
     assert abandoned == act.Abort("a", ("one@near#0/0",))
     assert isinstance(refused, act.Refuse)
@@ -142,23 +142,23 @@ def replica_spec_of(
 def test_loss_suspects_are_the_smallest_domain_of_all_losses() -> None:
     a, b = replica_spec_of("a", nodes=("n1",), zone="z1"), replica_spec_of("b", nodes=("n1", "n2"), zone="z1")
     c, d = replica_spec_of("c", nodes=("n3",), zone="z1"), replica_spec_of("d", nodes=("n4",), zone="z2")
-    assert smallest([a]) == smallest([a, b]) == ("node near/n1",)
-    assert smallest([a, b, c]) == ("zone near/z1",)
-    assert smallest([a, d]) == ("region near",)
-    assert smallest([replica_spec_of("x"), replica_spec_of("y")]) == ("region near",)
-    assert smallest([replica_spec_of("x")]) == ("x",)
+    assert smallest_common_domain([a]) == smallest_common_domain([a, b]) == ("node near/n1",)
+    assert smallest_common_domain([a, b, c]) == ("zone near/z1",)
+    assert smallest_common_domain([a, d]) == ("region near",)
+    assert smallest_common_domain([replica_spec_of("x"), replica_spec_of("y")]) == ("region near",)
+    assert smallest_common_domain([replica_spec_of("x")]) == ("x",)
 
 
 def test_recent_losses_expire_recover_and_are_separate_by_region() -> None:
     losses = RecentLosses()
-    losses.note(0.0, replica_spec_of("a", nodes=("n1",)))
-    losses.note(1.0, replica_spec_of("b", "far", nodes=("n1",)))
-    assert losses.suspects(1.0) == {"node near/n1", "node far/n1"}
-    losses.note(2.0, replica_spec_of("c", "far", nodes=("n2",)))
-    assert losses.suspects(2.0) == {"node near/n1", "region far"}
-    losses.mend("c")
-    assert losses.suspects(TOGETHER_S + 0.5) == {"node far/n1"}
-    assert losses.suspects(TOGETHER_S + 1.5) == frozenset()
+    losses.note_loss(0.0, replica_spec_of("a", nodes=("n1",)))
+    losses.note_loss(1.0, replica_spec_of("b", "far", nodes=("n1",)))
+    assert losses.suspect_domains(1.0) == {"node near/n1", "node far/n1"}
+    losses.note_loss(2.0, replica_spec_of("c", "far", nodes=("n2",)))
+    assert losses.suspect_domains(2.0) == {"node near/n1", "region far"}
+    losses.forget_loss("c")
+    assert losses.suspect_domains(COMMON_CAUSE_S + 0.5) == {"node far/n1"}
+    assert losses.suspect_domains(COMMON_CAUSE_S + 1.5) == frozenset()
 
 
 def test_retries_avoid_a_region_with_many_losses() -> None:
@@ -179,7 +179,7 @@ def test_request_that_loses_every_replica_is_refused_after_its_retries() -> None
     while "poison" in world.jobs:
         world.lose(world.jobs["poison"].run.route.decoder)
         killed += 1
-        world.now_s += 2 * TOGETHER_S
+        world.now_s += 2 * COMMON_CAUSE_S
         world.tell(events.Tick())
     assert killed == 3
     assert world.ended == {"poison": "refused"}
@@ -196,7 +196,7 @@ def test_request_that_loses_replicas_after_some_tokens_is_refused() -> None:
         decoder = world.jobs["poison"].run.route.decoder
         world.fail("poison", "replica", decoder, streamed=7)
         killed += 1
-        world.now_s += 2 * TOGETHER_S
+        world.now_s += 2 * COMMON_CAUSE_S
         world.tell(events.Tick())
     assert killed == 4
 
@@ -216,7 +216,7 @@ def test_request_whose_replicas_fall_silent_is_refused_unless_others_are_silent_
         world.tell(events.ReplicaReported(first, events.ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0)))
     silenced = 0
     while "a" in world.jobs and silenced < 8:
-        world.now_s += 1.1 * TOGETHER_S
+        world.now_s += 1.1 * COMMON_CAUSE_S
         world.tell(events.Tick())
         replica = world.jobs["a"].run.route.decoder
         world.tell(events.ReplicaSilent(replica))
@@ -231,7 +231,7 @@ def test_request_that_progresses_between_losses_is_retried() -> None:
     world.arrive(build.request("unlucky", output=50))
     for number in range(1, 8):
         world.fail("unlucky", "replica", world.jobs["unlucky"].run.route.decoder, streamed=5 * number)
-        world.now_s += 2 * TOGETHER_S
+        world.now_s += 2 * COMMON_CAUSE_S
         world.tell(events.Tick())
         assert world.jobs["unlucky"].run.streamed_tokens == 5 * number
     assert world.ended == {}

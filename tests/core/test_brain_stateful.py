@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.recovery import MOST_ATTEMPTS
+from potluck.core.brain.recovery import MAX_ATTEMPTS
 from potluck.core.scaling.roles import FLIPPABLE
 from potluck.core.state import events
 from potluck.core.state.actions import ResyncCache, Run
@@ -252,7 +252,7 @@ class BrainMachine(RuleBasedStateMachine):
             assert view.open_requests == sent[view.member.id]
             assert view.open_prefill_tokens >= 0
             assert view.open_context_tokens >= 0
-        assert all(count <= MOST_ATTEMPTS for count in self.world.attempts.values())
+        assert all(count <= MAX_ATTEMPTS for count in self.world.attempts.values())
         assert all(req.failures <= self.policy.retries for req in brain.requests.values())
 
     def teardown(self) -> None:

@@ -56,7 +56,7 @@ def doubled_usage() -> None:
 
 def retry_without_budget() -> None:
     """What fails is sent again, however often it did."""
-    recovery.verdict = lambda request, at_s, policy: None
+    recovery.refusal_of = lambda request, at_s, policy: None
 
 
 def stale_lease() -> None:
@@ -277,13 +277,13 @@ def late_lease() -> None:
 
 def uncounted_failures() -> None:
     """A failure counts against none of a request's retries."""
-    blame = recovery.Recovery._blame
+    blame = recovery.Recovery._count_failure
 
     def forgives(self: recovery.Recovery, at_s: float, req: Any, *rest: Any, **more: Any) -> None:
         blame(self, at_s, req, *rest, **more)
         req.failures = 0
 
-    recovery.Recovery._blame = forgives  # type: ignore[method-assign]
+    recovery.Recovery._count_failure = forgives  # type: ignore[method-assign]
 
 
 def uncounted_starts() -> None:

@@ -1,4 +1,5 @@
-"""Requests under way: accepted, held, sent, handed on, until each ends once. Only this and the router change them."""
+"""Requests in progress: accepted, held, sent, handed over, until each ends once. Only `Requests` and the router
+change them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from potluck.core.routing.router import SENT, Router, RoutingResult
 from potluck.core.routing.routing_table import ModelRoutes, RoutingTable
 from potluck.core.routing.split import MAX_LOW_END_REQUESTS
 from potluck.core.scaling.autoscaler import Autoscaler
-from potluck.core.state import events as told
+from potluck.core.state import events
 from potluck.core.state.actions import Abort, Action, RefusalReason, Refuse
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import FleetState, ReplicaState
@@ -26,12 +27,12 @@ from potluck.core.state.request_state import HELD, RUNNING, WAITING, RequestStat
 from potluck.core.state.targets import Target
 from potluck.core.values.route import Route
 
-LEAST_NOTES: Final = 4096
-ENDED: Final = 1 << 12  # Whoever tells of a request again does so within seconds.
+MIN_EXPIRY_ENTRIES: Final = 4096
+MAX_RECENTLY_ENDED: Final = 1 << 12  # Repeated events of a request come within seconds.
 
 
 class BrainState:
-    """What the Brain is made of: built once, and shared by all who decide about requests."""
+    """The parts of the Brain, built once and shared by all that decide about requests."""
 
     def __init__(self, facts: FleetFacts, policy: Policy) -> None:
         rule = balance_rule(policy.balance)
@@ -59,25 +60,25 @@ class Requests:
         self._autoscaler = state.autoscaler
         self._speeds = state.speeds
         self._admission = admission = state.admission
-        admission.run, admission.refuse, admission.hold = self.run, self._turned_away, self._hold
+        admission.run, admission.refuse, admission.hold = self.run, self._refused_by_admission, self._hold
         self._room = admission.room
         self._tenants = admission.room.tenants
         self._queues = admission.queues
         self._weights = admission.weights
-        self._bounded = state.policy.admission
+        self._has_admission = state.policy.admission
         self._watches = state.autoscaler.watches
         self.open: dict[str, RequestState] = {}
         self.held = WaitingRequests(self.open)
         self._ended: set[str] = set()
         self._ended_before: set[str] = set()
-        """Of those that ended lately, so that none begins again: at least the last ENDED, at most twice as many."""
+        """Recently ended requests, so that none starts again: between MAX_RECENTLY_ENDED and twice as many."""
         self.doubtful: dict[str, None] = {}
-        """Held although replicas were ready, because these failed them or may be dying."""
+        """Held although replicas were ready, because these failed the request or may be failing."""
 
-    def arrived(self, at_s: float, event: told.RequestArrived) -> list[Action]:
+    def arrived(self, at_s: float, event: events.RequestArrived) -> list[Action]:
         request = event.request
         name = request.id
-        if self.knows(name):
+        if self.is_known(name):
             return []
         request_state = RequestState(request)
         routes = self._table.models.get(request.model)
@@ -99,28 +100,28 @@ class Requests:
             late = f"came after its deadline at {request.deadline_s:g} s"
             return [self._refusal(at_s, request_state, "deadline", late)]
         self.open[name] = request_state
-        self._note_tenant(at_s, request_state)
+        self._record_tenant(at_s, request_state)
         return self._send(at_s, request_state, routes)
 
-    def _note_tenant(self, at_s: float, request_state: RequestState) -> None:
-        """Whose request was accepted: its weight, and its deadline if it is to be stopped then."""
+    def _record_tenant(self, at_s: float, request_state: RequestState) -> None:
+        """Record an accepted request's tenant weight, and its deadline if it is to be stopped then."""
         request = request_state.request
         if request.deadline_s is not None:
             self._admission.watch(request_state)
         if self._weights:
             request_state.weight = self._weights.get(request.tenant, 1.0)
-        if self._bounded and (self._room.several or request.tenant is not self._room.tenant):
+        if self._has_admission and (self._room.several or request.tenant is not self._room.tenant):
             self._tenants.asks(at_s, request_state)
 
-    def adopted(self, at_s: float, event: told.RequestAdopted) -> list[Action]:
-        """A request of an earlier Brain, whose process is gone: it goes on where it is, or is sent again."""
+    def adopted(self, at_s: float, event: events.RequestAdopted) -> list[Action]:
+        """Adopt a request of an earlier Brain process: it continues on its replicas, or is sent again."""
         request = event.request
-        if self.knows(request.id):
+        if self.is_known(request.id):
             return []
         request_state = self.open[request.id] = RequestState(request)
         request_state.attempt, request_state.streamed_tokens = event.attempt, event.streamed_tokens
         request_state.prompt_tokens += event.streamed_tokens
-        self._note_tenant(at_s, request_state)
+        self._record_tenant(at_s, request_state)
         if event.route is not None and self._resumed(request_state, event.route, event.done, event.first):
             request_state.last_seen_s = at_s
             if self._room.several:
@@ -130,7 +131,7 @@ class Requests:
         return self.dispatch(at_s, request_state)
 
     def _resumed(self, request: RequestState, route: Route, done: int, first: bool) -> bool:
-        """Count it where it is under way; False where one of its replicas is not known."""
+        """Count an adopted request on its replicas; False if one of them is unknown."""
         views = [self._fleet.views.get(segment.replica) for segment in route.segments]
         replica_states = [replica for replica in views if replica is not None]
         if len(replica_states) < len(views):
@@ -159,11 +160,11 @@ class Requests:
             else None
         )
 
-    def knows(self, request: str) -> bool:
+    def is_known(self, request: str) -> bool:
         return request in self.open or request in self._ended or request in self._ended_before
 
     def dispatch(self, at_s: float, request: RequestState) -> list[Action]:
-        """Send a request that was held or failed; a new plan may have taken those away that could hold it."""
+        """Send a request that was held or failed; refuse it if a new plan has no replica large enough."""
         routes = self._table.models.get(request.request.model)
         if routes is not None and request.total_tokens > routes.limit_tokens:
             return self.refuse(at_s, request, "too_long", routes.too_long(request))
@@ -199,7 +200,7 @@ class Requests:
             self._tenants.sent(request)
         return request.run()
 
-    def _turned_away(self, at_s: float, refusal: Refusal) -> list[Action]:
+    def _refused_by_admission(self, at_s: float, refusal: Refusal) -> list[Action]:
         self.open.pop(refusal.request.request.id, None)
         action = self._refusal(at_s, refusal.request, refusal.reason, refusal.detail)
         return [action._replace(retry_after_s=refusal.retry_after_s)]
@@ -208,15 +209,15 @@ class Requests:
         hold = self.held.wait if request.state == WAITING else self.held.add
         hold(at_s, request, self._policy)
 
-    def segment_done(self, at_s: float, event: told.SegmentDone) -> list[Action]:
+    def segment_done(self, at_s: float, event: events.SegmentDone) -> list[Action]:
         request = self.running(event.request, event.attempt)
         actions: list[Action] = []
         while request is not None and request.done <= event.segment and request.done < len(request.earlier):
-            actions += self._hand_on(at_s, request)
+            actions += self._segment_handed_over(at_s, request)
         return actions
 
-    def computed(self, at_s: float, event: told.SegmentComputed) -> list[Action]:
-        """A replica is done with its part of a prompt, and has room for the next while KV is on its way."""
+    def computed(self, at_s: float, event: events.SegmentComputed) -> list[Action]:
+        """A replica computed its part of a prompt, and has room for the next while the KV is in transfer."""
         request = self.running(event.request, event.attempt)
         if request is None:
             return []
@@ -231,7 +232,7 @@ class Requests:
         actions = self._leave_pair(at_s, request) if leaves else []
         return actions + self._admission.capacity_freed(at_s, replica) if self._queues else actions
 
-    def _hand_on(self, at_s: float, request: RequestState) -> list[Action]:
+    def _segment_handed_over(self, at_s: float, request: RequestState) -> list[Action]:
         replica, tokens = request.earlier[request.done]
         if tokens:
             self._fleet.handed_over(replica, tokens)
@@ -250,11 +251,11 @@ class Requests:
         if going_on:
             self._speeds.began(at_s, request, request.earlier[request.done][0])
         else:
-            self._prompt_done(request)
+            self._prompt_computed(request)
             actions = self._leave_pair(at_s, request) if request.pair is not None else []
         return actions + self._admission.capacity_freed(at_s, replica) if self._queues else actions
 
-    def _prompt_done(self, request: RequestState) -> None:
+    def _prompt_computed(self, request: RequestState) -> None:
         if request.yielding is not None:
             self._router.deadlines.stop_yielding(request)
         if len(request.added_loads) == 2:
@@ -262,20 +263,20 @@ class Requests:
             target.remove_load(load)
             request.added_loads = (rest,)
 
-    def first_token(self, at_s: float, event: told.FirstToken) -> list[Action]:
+    def first_token(self, at_s: float, event: events.FirstToken) -> list[Action]:
         request = self.running(event.request, event.attempt)
         if request is None:
             return []
         actions: list[Action] = []
         while request.done < len(request.earlier):
-            actions += self._hand_on(at_s, request)
+            actions += self._segment_handed_over(at_s, request)
         if request.first_s < 0:
             request.first_s = at_s
         if request.last is not None:
             if request.last_tokens:
                 self._fleet.prefilled(request.last, request.last_tokens)
                 request.last_tokens = 0
-                self._prompt_done(request)
+                self._prompt_computed(request)
                 if request.sent[0] >= 0:
                     self._speeds.computed(at_s, request, request.last)
             self._speeds.began(at_s, request, request.last)
@@ -285,13 +286,13 @@ class Requests:
                 actions += self._admission.capacity_freed(at_s, request.last)
         return actions
 
-    def finished(self, at_s: float, event: told.RequestFinished) -> list[Action]:
+    def finished(self, at_s: float, event: events.RequestFinished) -> list[Action]:
         request = self.running(event.request, event.attempt)
         if request is None:
             return []
         del self.open[event.request]
         self._ended.add(event.request)  # `end`, written out
-        if len(self._ended) >= ENDED:
+        if len(self._ended) >= MAX_RECENTLY_ENDED:
             self._ended_before, self._ended = self._ended, set()
         last_replica = request.last
         if last_replica is not None and last_replica.strikes:
@@ -308,8 +309,8 @@ class Requests:
             self._speeds.finished_untimed(request, event.output_tokens)
         return self.release(at_s, request)
 
-    def cancelled(self, at_s: float, event: told.RequestCancelled) -> list[Action]:
-        """The user went away, perhaps before word of the request came; then it is not begun at all."""
+    def cancelled(self, at_s: float, event: events.RequestCancelled) -> list[Action]:
+        """The user cancelled, perhaps before the request arrived; then it is not started at all."""
         self.end(event.request)
         request = self.open.pop(event.request, None)
         if request is None:
@@ -320,16 +321,16 @@ class Requests:
 
     def end(self, request: str) -> None:
         self._ended.add(request)
-        if len(self._ended) >= ENDED:
+        if len(self._ended) >= MAX_RECENTLY_ENDED:
             self._ended_before, self._ended = self._ended, set()
 
     def abandon(self, request: RequestState, lost: str = "") -> list[Action]:
-        """Tell the replicas that still work on it, but for one that is gone."""
+        """Abort a request on the replicas that still work on it, except a lost one."""
         there = tuple(name for name in request.workers() if name != lost and name in self._fleet.views)
         return [Abort(request.request.id, there)] if there else []
 
     def release(self, at_s: float, request: RequestState) -> list[Action]:
-        """Take a request off all counts; what it made room for may be sent."""
+        """Remove a request from all load counts; requests that this makes room for may be sent."""
         last_replica: ReplicaState | None = None
         if request.state == RUNNING and request.last is not None:
             if request.earlier:
@@ -365,7 +366,7 @@ class Requests:
         return self.admit(at_s, pair_target)
 
     def admit(self, at_s: float, pair_target: Target) -> list[Action]:
-        """Let those in that wait for a pair's low-end replica, or send them elsewhere when it is gone."""
+        """Send requests that wait for a pair's low-end replica, or route them anew when the pair is gone."""
         actions: list[Action] = []
         while pair_target.waiting and (
             not pair_target.usable or pair_target.in_low < MAX_LOW_END_REQUESTS * len(pair_target.prefills)
@@ -400,11 +401,12 @@ class Requests:
     # When the fleet changes.
 
     def changed(self, at_s: float, replica: ReplicaState) -> list[Action]:
-        """A replica came, went or changed: routing follows, and what waited for a pair that is gone moves on."""
+        """Update routing after a replica came, went or changed, and move requests that wait for a pair that is
+        gone."""
         unit = replica.member.unit
         group = self._table.groups.get(unit)
         self._table.update(unit, replica)
-        if self._bounded:
+        if self._has_admission:
             self._fleet.set_easy_limits(replica, self._room.easiness(replica))
         actions = self.admit(at_s, group) if group is not None and group.waiting else []
         return actions + self._admission.capacity_freed(at_s, replica) if self._queues else actions
@@ -442,7 +444,7 @@ class Requests:
 
 
 class WaitingRequests:
-    """Requests that wait for any replica, by model in the order they came, and by when they give up."""
+    """Requests held until a replica is ready, by model in order of arrival, with their expiry times."""
 
     __slots__ = ("_expiries", "_models", "_most", "_open", "_sequence")
 
@@ -451,8 +453,8 @@ class WaitingRequests:
         self._models: dict[str, dict[str, None]] = {}
         self._expiries: list[tuple[float, int, str]] = []
         self._sequence = 0
-        self._most = LEAST_NOTES
-        """With more notes than this, those of requests that wait no longer are dropped."""
+        self._most = MIN_EXPIRY_ENTRIES
+        """Limit of expiry entries; above it, entries of requests that no longer wait are dropped."""
 
     def __len__(self) -> int:
         return sum(len(model) for model in self._models.values())
@@ -471,7 +473,7 @@ class WaitingRequests:
         self._begin(at_s, request, policy)
 
     def _begin(self, at_s: float, request: RequestState, policy: Policy) -> None:
-        """From now on time runs; one that was held or waited already keeps its time."""
+        """Start the wait time; a request that was held or waiting already keeps its start."""
         if request.held_s >= 0:
             return
         request.held_s = at_s
@@ -485,7 +487,7 @@ class WaitingRequests:
         if len(self._expiries) > self._most:
             self._expiries = [expiry for expiry in self._expiries if self._waits(*expiry[1:]) is not None]
             heapify(self._expiries)
-            self._most = LEAST_NOTES + 2 * len(self._expiries)
+            self._most = MIN_EXPIRY_ENTRIES + 2 * len(self._expiries)
 
     def remove(self, request: RequestState) -> None:
         self._models.get(request.request.model, {}).pop(request.request.id, None)
@@ -511,7 +513,7 @@ class WaitingRequests:
         return request_states
 
     def _waits(self, sequence: int, name: str) -> RequestState | None:
-        """Whom a note is about, while it is about the present wait."""
+        """The request of an expiry entry, if the entry is of its present wait."""
         request = self._open.get(name)
         if (
             request is None
