@@ -20,7 +20,7 @@ def test_every_request_ends_once_when_events_are_late_repeated_or_lost(seed: int
 
 
 def test_chaos_driver_repeats_only_events_the_brain_still_remembers() -> None:
-    """One told again after MAX_RECENTLY_ENDED others would begin anew, and its refusal be about a request that ended."""
+    """A request repeated after MAX_RECENTLY_ENDED others would start anew, with a refusal of an ended request."""
     chaos = driver.Chaos(1)
     for _ in range(200):
         chaos.recent = [("long over", -MAX_RECENTLY_ENDED)]

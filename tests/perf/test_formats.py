@@ -20,7 +20,13 @@ from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
 from potluck.core.values.model import CHOSEN, FORMAT_BITS, format_named, format_of_bits, in_format
 from potluck.perf.operators.calibration import WINDOWED, Residual, bundled, curves_for
-from potluck.perf.operators.kernels import EVEN, TALL, UNEVEN, prefill_attention_s, spread
+from potluck.perf.operators.kernels import (
+    FAIR_ROUTER_SKEW,
+    MEASURED_ROUTER_SKEW,
+    TILE_ROWS,
+    prefill_attention_s,
+    spread,
+)
 from potluck.perf.operators.layer_seconds import (
     WITHOUT_MARLIN,
     expert_time_s,
@@ -102,7 +108,7 @@ def test_int4_weights_are_slow_in_large_batches_without_marlin_kernels() -> None
     tokens=st.integers(1, 20_000),
     shape=st.sampled_from([(8, 2), (128, 8), (256, 8), (32, 4)]),
     ranks=st.sampled_from([1, 2, 8]),
-    skew=st.sampled_from([EVEN, UNEVEN, 1.2, None]),
+    skew=st.sampled_from([FAIR_ROUTER_SKEW, MEASURED_ROUTER_SKEW, 1.2, None]),
 )
 def test_expert_loads_add_up_and_the_busiest_rank_has_most(
     tokens: int, shape: tuple[int, int], ranks: int, skew: float | None
@@ -113,16 +119,19 @@ def test_expert_loads_add_up_and_the_busiest_rank_has_most(
     assert 1.0 <= used <= experts / ranks + 1e-9
     assert rows >= 0.5 * tokens * active / ranks - experts  # rounding aside, at least the fair share
     assert rows <= 1.5 * tokens * active + experts
-    for tall in TALL:
+    for tall in TILE_ROWS:
         assert result.tiles[tall][0] >= max(used, rows / tall) - 1e-6
 
 
 def test_uneven_expert_routing_costs_more_tiles_and_time() -> None:
-    even, uneven = (spread(4096.0, 128, 8, 8, skew) for skew in (EVEN, UNEVEN))
+    even, uneven = (spread(4096.0, 128, 8, 8, skew) for skew in (FAIR_ROUTER_SKEW, MEASURED_ROUTER_SKEW))
     assert uneven.rows[0] > 1.2 * even.rows[0]
     curves = curves_for(H100, bundled())
     shape = (4096.0, 4096.0, 1536.0, 128.0, 8.0)
-    fair, skewed = (expert_time_s("bf16", *shape, H100, curves, skew=skew) for skew in (EVEN, UNEVEN))
+    fair, skewed = (
+        expert_time_s("bf16", *shape, H100, curves, skew=skew)
+        for skew in (FAIR_ROUTER_SKEW, MEASURED_ROUTER_SKEW)
+    )
     assert float(skewed) > 1.1 * float(fair)
 
 

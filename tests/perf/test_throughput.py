@@ -18,16 +18,16 @@ from potluck.perf.kv_capacity import STEP_TOKENS
 from potluck.perf.phases import CHUNK_TOKENS, chunked_iteration_s
 from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
 from potluck.perf.throughput import (
-    LEAST_TOKENS,
-    LONGEST,
     MAX_BATCH,
-    PACED,
+    MAX_STEP_TPOTS,
+    MAX_TPOT_SHARE,
+    MIN_BUDGET_TOKENS,
     OperatingPoint,
     RequestLengths,
+    best_mixed_pipeline,
     best_operating,
     mixed_steps,
     paced_budget,
-    together,
 )
 from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline
 from potluck.perf.timers.roofline import roofline
@@ -266,8 +266,8 @@ def step_s(each: StepTimer, budget: int, slo: Slo) -> float:
 def test_paced_token_budget_is_the_largest_within_the_tpot_objective(tpot_s: float) -> None:
     slow, slo = timer("2xL40S", 2), Slo(2.5, tpot_s, 0.9)
     budget = paced_budget(slow, 1155, 211, 60, slo)
-    assert LEAST_TOKENS < budget < CHUNK_TOKENS
-    assert step_s(slow, budget, slo) <= LONGEST * tpot_s < step_s(slow, 2 * budget, slo)
+    assert MIN_BUDGET_TOKENS < budget < CHUNK_TOKENS
+    assert step_s(slow, budget, slo) <= MAX_STEP_TPOTS * tpot_s < step_s(slow, 2 * budget, slo)
 
 
 def test_paced_token_budget_is_larger_on_a_faster_gpu() -> None:
@@ -284,7 +284,11 @@ def test_paced_token_budget_never_falls_below_its_minimum() -> None:
     slow = timer("2xL40S", 2)
     slos = [Slo(2.5, tpot_ms / 1000, 0.9) for tpot_ms in range(30, 80)]
     tight = next(slo for slo in slos if best_operating(slow, 1155, 211, 60, slo))
-    assert LEAST_TOKENS <= paced_budget(slow, 1155, 211, 60, tight) <= paced_budget(slow, 1155, 211, 60, SLO)
+    assert (
+        MIN_BUDGET_TOKENS
+        <= paced_budget(slow, 1155, 211, 60, tight)
+        <= paced_budget(slow, 1155, 211, 60, SLO)
+    )
 
 
 MODEL = models.model("LLaMA-30B")
@@ -316,7 +320,7 @@ TIMERS = (timer_of(30, 30), timer_of(25, 20, 15))
 def test_mixed_pipeline_operating_point_keeps_its_objective(
     timer: PipelineTimer, new: int, output: int, room: int, ttft_s: float, tpot_s: float
 ) -> None:
-    result = together(timer, RequestLengths(new, 0, output, new), room, Slo(ttft_s, tpot_s))
+    result = best_mixed_pipeline(timer, RequestLengths(new, 0, output, new), room, Slo(ttft_s, tpot_s))
     if result is None:
         return
     lanes, batch, chunk = len(timer.stages), result.batch, result.chunk_tokens
@@ -332,15 +336,17 @@ def test_mixed_pipeline_operating_point_keeps_its_objective(
     used = batch * new / output / chunk
     assert used < 1
     assert result.tpot_s == pytest.approx(used * turn_s(chunk) + (1 - used) * turn_s(0))
-    assert result.tpot_s <= PACED * tpot_s
+    assert result.tpot_s <= MAX_TPOT_SHARE * tpot_s
     assert ceil(new / chunk) * turn_s(chunk) <= result.ttft_s <= ttft_s
     assert result.requests_per_s == pytest.approx(lanes * batch / output / result.tpot_s)
 
 
 def test_mixed_pipeline_has_no_operating_point_for_an_objective_it_would_miss() -> None:
     timer = TIMERS[0]
-    assert together(timer, RequestLengths(1000, 0, 100, 1000), 40, Slo(0.05, 0.1)) is None
-    assert together(timer, RequestLengths(1000, 0, 100, 1000), 1, Slo(3.0, 0.2)) is None
-    short, long = (together(timer, RequestLengths(1000, 0, 100, n), 40, Slo(1.5, 0.2)) for n in (1000, 1900))
+    assert best_mixed_pipeline(timer, RequestLengths(1000, 0, 100, 1000), 40, Slo(0.05, 0.1)) is None
+    assert best_mixed_pipeline(timer, RequestLengths(1000, 0, 100, 1000), 1, Slo(3.0, 0.2)) is None
+    short, long = (
+        best_mixed_pipeline(timer, RequestLengths(1000, 0, 100, n), 40, Slo(1.5, 0.2)) for n in (1000, 1900)
+    )
     assert short is not None
     assert long is None or long.requests_per_s <= short.requests_per_s

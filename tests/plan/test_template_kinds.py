@@ -16,7 +16,7 @@ from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Slo
 from potluck.perf.phases import prefill_s
-from potluck.perf.throughput import PACED
+from potluck.perf.throughput import MAX_TPOT_SHARE
 from potluck.perf.timers.pipeline_timer import layout_requests
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
 from potluck.plan.templates.homogeneous import homogeneous
@@ -194,7 +194,7 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
         assert retimed(problem, big, template) == template.capacity
         for capacity in template.capacity:
             assert capacity.prefill_per_s == capacity.decode_per_s == 0.0
-            assert capacity.tpot_s <= PACED * big.slo.tpot_s
+            assert capacity.tpot_s <= MAX_TPOT_SHARE * big.slo.tpot_s
 
 
 @settings(max_examples=15)

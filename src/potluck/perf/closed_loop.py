@@ -1,16 +1,15 @@
-"""What a benchmark sees of a replica that always has C requests under way, all of one length.
+"""Closed-loop benchmark figures of a replica: C concurrent requests of one length.
 
-A client sends the next request when one ends. Of C requests B are in the engine, the others wait for its memory.
-With steps of T seconds on average (`throughput.py`) and O tokens an answer, the first of them with the prompt,
+A client sends the next request when one ends. Of C requests B run in the engine, the others wait for its memory.
+With mean steps of T seconds (`throughput.py`) and O tokens an answer, the first of them with the prompt,
 
     throughput X = C / (request + C T (O - 1) / B)             request: tokenising, HTTP
-    TTFT = request + what is left of the running step + own steps (1 + ahead) + burst x all others' / 2 + (C - B) / X
-    TPOT = (C / X - TTFT) / (O - 1)                            Little's law: what is no wait is answering
+    TTFT = request + rest of the running step + own steps (1 + ahead) + burst x all others' / 2 + (C - B) / X
+    TPOT = (C / X - TTFT) / (O - 1)                            Little's law
 
-`ahead` and `burst` say how the client's requests meet: a share of them (those that a run begins with; all of them
-where an engine puts prompts first) finds all others' prompts at once; the others find as many as came back together.
-A service whose requests come by chance has neither, but queues: that is for the planner (`plan.timing.rates`).
-"""
+`ahead` and `burst` describe how the client's requests meet: a share of them (those at the start of a run; all where
+an engine puts prompts first) waits for all others' prompts; the rest for as many as returned together. Services with
+random arrivals have neither, but queues, which the planner models (`plan.timing.rates`)."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from potluck.perf.timers.engine_host import BenchClient, EngineHost
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """As a benchmark would report it, run by run."""
+    """The figures that a benchmark reports, per run."""
 
     requests_per_s: Floats
     ttft_s: Floats
@@ -39,16 +38,16 @@ class BenchReport:
 
 @dataclass(frozen=True, slots=True)
 class RunWork:
-    """The GPU's part of several runs: steps without a host, and what surrounds them."""
+    """GPU times of several runs: steps without a host, and what surrounds them."""
 
     concurrency: Floats
     answers: Floats
     """Tokens of an answer after the first."""
     layers: Floats
-    crowd_s: Floats
-    """A step of as many whole prompts as there is room for, alone."""
-    crowd: Floats
-    """How many these are."""
+    full_prompt_step_s: Floats
+    """Seconds of a step with as many whole prompts as fit, without decodes."""
+    prompts_per_step: Floats
+    """The number of those prompts."""
     steps: MixedSteps
 
     def where(self, mask: NDArray[np.bool_]) -> RunWork:
@@ -67,13 +66,13 @@ def run_work(
 ) -> RunWork:
     """One run on a replica whose memory holds so many requests; `timer` has no host."""
     batch = np.array([float(max(1, min(concurrency, memory_batch, MAX_BATCH)))])
-    answers, crowd = max(output_tokens - 1.0, 1.0), prompts_in_step(input_tokens, budget_tokens)
+    answers, prompts_per_step = max(output_tokens - 1.0, 1.0), prompts_in_step(input_tokens, budget_tokens)
     return RunWork(
         np.array([float(concurrency)]),
         np.array([answers]),
         np.array([float(layers)]),
-        prompts_s(timer, crowd, input_tokens, 0.0, budget_tokens),
-        np.array([float(crowd)]),
+        prompts_s(timer, prompts_per_step, input_tokens, 0.0, budget_tokens),
+        np.array([float(prompts_per_step)]),
         mixed_steps(timer, batch, input_tokens, answers, 0, budget_tokens),
     )
 
@@ -107,9 +106,9 @@ def served(work: RunWork, host: EngineHost, client: BenchClient) -> BenchReport:
     whole_s = client.request_s + open_requests * steps.step_s * work.answers / steps.decodes
     between_s = whole_s / open_requests
     ttft_s = client.request_s + steps.wait_s + steps.prompt_s * (1.0 + client.ahead)
-    crowd_s = work.crowd_s + host.fixed_s + host.sequence_s * work.crowd
-    crowd_s = np.maximum(crowd_s, host.launch_s * work.layers) / work.crowd
-    ttft_s = ttft_s + client.burst * crowd_s * (steps.decodes - 1.0) / 2
+    full_prompt_step_s = work.full_prompt_step_s + host.fixed_s + host.sequence_s * work.prompts_per_step
+    full_prompt_step_s = np.maximum(full_prompt_step_s, host.launch_s * work.layers) / work.prompts_per_step
+    ttft_s = ttft_s + client.burst * full_prompt_step_s * (steps.decodes - 1.0) / 2
     ttft_s = ttft_s + (open_requests - steps.decodes) * between_s
     ttft_s = np.minimum(ttft_s, 0.95 * whole_s)
     return BenchReport(1.0 / between_s, ttft_s, (whole_s - ttft_s) / work.answers)

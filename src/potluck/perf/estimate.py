@@ -93,12 +93,12 @@ def estimate(
         )
     asked = (input_tokens, output_tokens, slo, role, profiles)
     if tp is not None:
-        return _told(_serve(model, node, tp, ep, *asked), *asked[:2], price_usd_per_h, role)
-    serveds: list[_Served] = []
+        return _estimate_of(_serving_figures(model, node, tp, ep, *asked), *asked[:2], price_usd_per_h, role)
+    serveds: list[_ServingFigures] = []
     refused: CapacityError | None = None
     for degree in _degrees(model, node, ep):
         try:
-            serveds.append(_serve(model, node, degree, ep, *asked))
+            serveds.append(_serving_figures(model, node, degree, ep, *asked))
         except CapacityError as error:
             refused = error
     if not serveds:
@@ -106,7 +106,7 @@ def estimate(
             check_tp(model, node, node.gpus, ep)
         raise refused or InputError("tp", f"no degree divides the heads of {model.name}")
     best = max(serveds, key=lambda each: (each.requests_per_s, -each.prefill_s))
-    return _told(best, *asked[:2], price_usd_per_h, role)
+    return _estimate_of(best, *asked[:2], price_usd_per_h, role)
 
 
 def _degrees(model: Model, node: NodeType, ep: Ep) -> list[int]:
@@ -121,7 +121,7 @@ def _degrees(model: Model, node: NodeType, ep: Ep) -> list[int]:
 
 
 def _profiled(profiles: Sequence[Profile], roofline_timer: RooflineTimer) -> tuple[Profile | None, StepTimer]:
-    """What was measured of this model on such a node, where something was."""
+    """The profile of this model on this node and its timer, if one was measured; else the roofline's."""
     from potluck.perf.timers.profile import ProfileTimer, profile_for  # most estimates have none
 
     profile = profile_for(profiles, roofline_timer.model, roofline_timer.node, roofline_timer.tp)
@@ -129,10 +129,10 @@ def _profiled(profiles: Sequence[Profile], roofline_timer: RooflineTimer) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """What a degree of tensor parallelism is chosen by, and what the rest is told from."""
+class _ServingFigures:
+    """The figures by which the degree of tensor parallelism is chosen, and from which the estimate is made."""
 
-    line: RooflineTimer
+    roofline_timer: RooflineTimer
     timer: StepTimer
     profile: Profile | None
     memory: StageMemory
@@ -142,14 +142,14 @@ class _Served:
 
     @property
     def replicas(self) -> int:
-        return self.line.node.gpus // self.line.tp
+        return self.roofline_timer.node.gpus // self.roofline_timer.tp
 
     @property
     def requests_per_s(self) -> float:
         return self.operating.requests_per_s * self.replicas if self.operating else 0.0
 
 
-def _serve(
+def _serving_figures(
     model: Model,
     node: NodeType,
     tp: int,
@@ -159,7 +159,7 @@ def _serve(
     slo: Slo | None,
     role: Role,
     profiles: Sequence[Profile],
-) -> _Served:
+) -> _ServingFigures:
     check_tp(model, node, tp, ep)
     memory = stage_memory(model, node, tp, ep=ep)
     require_fit(model, memory, node, tp)
@@ -173,27 +173,27 @@ def _serve(
     operating = best_operating(timer, input_tokens, output_tokens, batch, within, role)
     if operating is not None:
         operating = replace(operating, ttft_s=operating.ttft_s + added_s)
-    return _Served(
+    return _ServingFigures(
         roofline_timer, timer, profile, memory, batch, operating, float(prefill_s(timer, input_tokens)[0])
     )
 
 
-def _told(
-    served: _Served, input_tokens: int, output_tokens: int, price_usd_per_h: float | None, role: Role
+def _estimate_of(
+    served: _ServingFigures, input_tokens: int, output_tokens: int, price_usd_per_h: float | None, role: Role
 ) -> Estimate:
-    roofline_timer, profile, operating = served.line, served.profile, served.operating
+    roofline_timer, profile, operating = served.roofline_timer, served.profile, served.operating
     model, node, tp = roofline_timer.model, roofline_timer.node, roofline_timer.tp
-    rate = served.requests_per_s
+    requests_per_s = served.requests_per_s
     context = input_tokens + output_tokens / 2
     running = float(operating.batch) if operating else 1.0
     decode_bound = _bound(roofline_timer, steps(decodes=running, decode_context=running * context))
-    made = {"prefill": 0, "decode": output_tokens, "mixed": output_tokens}[role]
-    read = 0 if role == "decode" else input_tokens
+    output_per_request = {"prefill": 0, "decode": output_tokens, "mixed": output_tokens}[role]
+    input_per_request = 0 if role == "decode" else input_tokens
     confidence = roofline_timer.confidence
     bars: dict[Metric, ErrorBar | None] = dict.fromkeys(METRICS)
     if profile is None:
-        under_way = {"engine": "vllm", "requests": running}
-        bars = {m: bar(m, model, tp, node.gpu.name, confidence, **under_way) for m in METRICS}  # type: ignore[arg-type]
+        load = {"engine": "vllm", "requests": running}
+        bars = {m: bar(m, model, tp, node.gpu.name, confidence, **load) for m in METRICS}  # type: ignore[arg-type]
     return Estimate(
         model=model.name,
         node=node.name,
@@ -209,23 +209,25 @@ def _told(
         kv_bytes=served.memory.kv_bytes * tp,
         weight_bytes=served.memory.weight_bytes * tp,
         operating=operating,
-        requests_per_s=rate,
-        output_tokens_per_s=rate * made,
-        total_tokens_per_s=rate * (made + read),
+        requests_per_s=requests_per_s,
+        output_tokens_per_s=requests_per_s * output_per_request,
+        total_tokens_per_s=requests_per_s * (output_per_request + input_per_request),
         price_usd_per_h=price_usd_per_h,
-        usd_per_million_output_tokens=_usd_per_million(price_usd_per_h, rate * made),
-        usd_per_million_tokens=_usd_per_million(price_usd_per_h, rate * (made + read)),
+        usd_per_million_output_tokens=_usd_per_million(price_usd_per_h, requests_per_s * output_per_request),
+        usd_per_million_tokens=_usd_per_million(
+            price_usd_per_h, requests_per_s * (output_per_request + input_per_request)
+        ),
         binds=_binds(operating, decode_bound, served.batch),
         confidence=confidence if profile is None else served.timer.confidence,
         basis=roofline_timer.basis
         if profile is None
         else f"{len(profile.points)} steps measured {profile.date}",
-        **{f"{metric}_bar": made for metric, made in bars.items()},
+        **{f"{metric}_bar": output_per_request for metric, output_per_request in bars.items()},
     )
 
 
 def _bound(timer: RooflineTimer, batch: StepBatch) -> Bound:
-    """Which of the two a step would wait for on ideal hardware."""
+    """Whether a step is compute- or bandwidth-bound on ideal hardware."""
     sums = step_sums(timer.model, batch, timer.tp)
     gpu = timer.node.gpu
     compute_s = float(sums.flops[0]) / (gpu.fp16_tflops * 1e12)

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 
 def once(values: ArrayLike) -> Floats:
-    """Sorted, each once. NumPy's `unique` would load masked arrays for it, which `estimate` has no time for."""
+    """The sorted unique values. NumPy's `unique` imports masked arrays, too slow for `estimate`."""
     return np.array(sorted(set(np.ravel(np.asarray(values, np.float64)).tolist())))
 
 
@@ -75,11 +75,11 @@ def steps(
 
 
 class StepTimer(Protocol):
-    """Whoever can tell how long steps take: the roofline, a measured profile, a paper's closed form."""
+    """A provider of step times: the roofline, a measured profile, a paper's closed form."""
 
     @property
     def confidence(self) -> Confidence:
-        """How far its answers can be trusted."""
+        """Confidence of its times."""
 
     def step_s(self, batch: StepBatch) -> Floats:
         """(N,) seconds for N steps, from the first token's embedding to the logits."""

@@ -1,19 +1,18 @@
-"""How many requests a second a replica sustains within an objective, and what stops it.
+"""Throughput of a replica within an SLO, and what limits it.
 
-*Mixed* replicas batch prefill chunks with decodes, as engines do: a prompt that waits goes into the next step, as
-much of it as the token budget M has room for beside B decodes. With O output tokens a request, B / O prompts of L
-tokens enter in a step on average, so a share of all steps has a chunk of c tokens and the others have none:
+*Mixed* replicas batch prefill chunks with decodes, as engines do: a waiting prompt enters the next step, as much of
+it as the token budget M has room for beside B decodes. With O output tokens a request, B / O prompts of L tokens
+enter per step on average, so a share of all steps has a chunk of c tokens and the others have none:
 
     c = min(max(L, B L / O), M - B)                 share = B L / (O c)
     T(B) = share step(c, B) + (1 - share) step(0, B)         rate = B / (O T)         TPOT = T
-    TTFT = what is left of the step that runs + the steps of a prompt's own chunks beside the B decodes
+    TTFT = the rest of the running step + the steps of a prompt's own chunks beside the B decodes
 
-Where prompts want more than M - B tokens of every step (share > 1), they pace the rest: T = share step(c, B). The
-rate grows with B until memory is full, TPOT or TTFT would break, or a step is all arithmetic. Queueing is not in
-here: at the rate returned the replica is busy all the time, and a planner keeps headroom.
+Where prompts need more than M - B tokens of every step (share > 1), they set the pace: T = share step(c, B). The rate
+grows with B until memory is full, TPOT or TTFT would be missed, or steps are compute-bound. Queueing is not included:
+at the returned rate the replica is always busy, and a planner keeps headroom.
 
-*Prefill* replicas take as many whole prompts into a step as the budget has room for, and a longer one in chunks.
-"""
+*Prefill* replicas take as many whole prompts into a step as the budget has room for, and a longer one in chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from potluck.perf.timers.pipeline_timer import PipelineRounds, PipelineTimer
 
 Limit = Literal["memory", "tpot", "ttft", "compute", "batch"]
 MAX_COLUMNS = 64
-"""Prompts of an iteration that are told apart; very short ones are lumped."""
+"""Prompts of an iteration that are modelled separately; very short ones are merged."""
 MAX_BATCH = 1024
 """Sequences an engine keeps running at once, at most (vLLM's default on large GPUs)."""
 
@@ -69,8 +68,8 @@ def best_operating(
         return None
     new_tokens = max(1, input_tokens - cached_tokens)
     if role == "prefill":
-        return _prefill(timer, new_tokens, cached_tokens, slo)
-    batches = _candidates(min(memory_batch, MAX_BATCH))
+        return _prefill_point(timer, new_tokens, cached_tokens, slo)
+    batches = _batch_sizes(min(memory_batch, MAX_BATCH))
     context = input_tokens + output_tokens / 2
     if role == "decode":
         chunk = np.zeros_like(batches)
@@ -80,7 +79,7 @@ def best_operating(
         mixed = mixed_steps(timer, batches, new_tokens, output_tokens, cached_tokens)
         chunk, step_s, ttft_s = mixed.chunk_tokens, mixed.step_s, mixed.wait_s + mixed.prompt_s
     rate = batches / (output_tokens * step_s)
-    return _choose(batches, chunk, step_s, ttft_s, rate, slo, memory_batch)
+    return _best_point(batches, chunk, step_s, ttft_s, rate, slo, memory_batch)
 
 
 def shared_steps(
@@ -89,7 +88,7 @@ def shared_steps(
     """Steps of a mixed replica, a row for each number of prompt tokens that are there; None where no KV fits."""
     if memory_batch < 1 or not cached_tokens:
         return None
-    batches = _candidates(min(memory_batch, MAX_BATCH))
+    batches = _batch_sizes(min(memory_batch, MAX_BATCH))
     cached = np.array(cached_tokens, np.float64)[:, None]
     new = np.maximum(1.0, input_tokens - cached)
     return mixed_steps(timer, batches, new, output_tokens, cached)
@@ -101,7 +100,7 @@ def best_shared(
     """`best_operating` of a mixed replica for the prompts of one row of `shared_steps`."""
     step_s, ttft_s = mixed.step_s[row], (mixed.wait_s + mixed.prompt_s)[row]
     rate = mixed.decodes / (output_tokens * step_s)
-    return _choose(mixed.decodes, mixed.chunk_tokens[row], step_s, ttft_s, rate, slo, memory_batch)
+    return _best_point(mixed.decodes, mixed.chunk_tokens[row], step_s, ttft_s, rate, slo, memory_batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +111,9 @@ class MixedSteps:
     chunk_tokens: Floats
     """Prompt tokens of a step that has any."""
     prompts: Floats
-    """Those that they belong to."""
+    """Prompts that these tokens belong to."""
     share: Floats
-    """Of all steps, those with prompt tokens; above 1 prompts wait for room."""
+    """Share of steps with prompt tokens; above 1 prompts wait for room."""
     with_s: Floats
     without_s: Floats
     turns: Floats
@@ -128,14 +127,14 @@ class MixedSteps:
 
     @property
     def wait_s(self) -> Floats:
-        """What is left, on average, of the step that runs when a prompt comes."""
+        """The mean rest of the step that runs when a prompt arrives."""
         part = np.minimum(self.share, 1.0)
         squares = part * self.with_s**2 + (1.0 - part) * self.without_s**2
         return np.asarray(squares / (2.0 * self._even_s), np.float64)
 
     @property
     def prompt_s(self) -> Floats:
-        """A prompt's own steps."""
+        """Seconds of a prompt's own steps."""
         return np.asarray(self.turns * self.turn_s, np.float64)
 
     @property
@@ -144,7 +143,7 @@ class MixedSteps:
         return np.asarray(part * self.with_s + (1.0 - part) * self.without_s, np.float64)
 
     def hosted(self, host: EngineHost, layers: float | Floats) -> MixedSteps:
-        """The same with an engine's host, where the steps were timed without one."""
+        """These steps with an engine's host time added, where they were timed without one."""
         each_s = host.fixed_s + host.sequence_s * self.decodes
         least_s = host.launch_s * np.asarray(layers, np.float64)
         return replace(
@@ -172,7 +171,7 @@ def mixed_steps(
     room = np.maximum(budget_tokens - batches, 1.0)
     chunk = np.minimum(np.maximum(wanted, new_tokens), room)
     behind = cached_tokens + np.maximum(new_tokens - chunk, 0.0) / 2
-    prompts = _prompts(chunk, new_tokens)
+    prompts = _prompt_columns(chunk, new_tokens)
     turns = np.ceil(new_tokens / room)
     own = new_tokens / turns
     return MixedSteps(
@@ -192,12 +191,14 @@ def _iteration_s(
 ) -> Floats:
     """`chunked_iteration_s` for figures in rows, one for each kind of prompt."""
     shape = prompts.shape[:-1]
-    behind, count, array = (np.broadcast_to(one, shape).ravel() for one in (cached, batches, context))
+    cached_tokens, decodes, context_tokens = (
+        np.broadcast_to(values, shape).ravel() for values in (cached, batches, context)
+    )
     rows = prompts.reshape(-1, prompts.shape[-1])
-    return chunked_iteration_s(timer, rows, behind[:, None], count, array).reshape(shape)
+    return chunked_iteration_s(timer, rows, cached_tokens[:, None], decodes, context_tokens).reshape(shape)
 
 
-def _prompts(chunk: Floats, new_tokens: int | Floats) -> Floats:
+def _prompt_columns(chunk: Floats, new_tokens: int | Floats) -> Floats:
     """An iteration's prompt tokens as prompts, one column each: attention stays within a prompt."""
     most = chunk.max(axis=-1, keepdims=True)
     width = np.maximum(new_tokens, most / MAX_COLUMNS)[..., None]
@@ -206,7 +207,9 @@ def _prompts(chunk: Floats, new_tokens: int | Floats) -> Floats:
     return columns
 
 
-def _prefill(timer: StepTimer, new_tokens: int, cached_tokens: int, slo: Slo | None) -> OperatingPoint | None:
+def _prefill_point(
+    timer: StepTimer, new_tokens: int, cached_tokens: int, slo: Slo | None
+) -> OperatingPoint | None:
     most = prompts_in_step(new_tokens)
     step_s = prompts_s(timer, np.arange(1.0, most + 1), new_tokens, cached_tokens)
     within = step_s <= (np.inf if slo is None else slo.ttft_s)
@@ -219,13 +222,13 @@ def _prefill(timer: StepTimer, new_tokens: int, cached_tokens: int, slo: Slo | N
     return OperatingPoint(float(rates[best]), best + 1, float(step_s[best]), 0.0, chunk, limit)
 
 
-def _candidates(largest: int) -> Floats:
-    """1, 2, 3, ... growing by an eighth: fine enough that nothing better lies between by more than that."""
+def _batch_sizes(largest: int) -> Floats:
+    """Batch sizes 1, 2, 3, ... growing by an eighth, so that a better one between them is better by at most that."""
     grid = once(np.geomspace(1, largest, 64).round())
     return np.asarray(grid, np.float64)
 
 
-def _choose(
+def _best_point(
     batches: Floats,
     chunk: Floats,
     step_s: Floats,
@@ -239,44 +242,44 @@ def _choose(
         within = (step_s <= slo.tpot_s) & (ttft_s <= slo.ttft_s)
     if not within.any():
         return None
-    top = int(np.argmax(np.where(within, rate, -1.0)))
+    peak = int(np.argmax(np.where(within, rate, -1.0)))
     # The last hundredth of the rate would cost a far larger batch, and with it latency.
-    best = int(np.flatnonzero(within & (rate >= 0.99 * rate[top]))[0])
+    chosen = int(np.flatnonzero(within & (rate >= 0.99 * rate[peak]))[0])
     # Steps grow in waves, so the batch just above may serve no more although a larger one would.
-    better = np.flatnonzero(rate > rate[top])
+    higher_rates = np.flatnonzero(rate > rate[peak])
     limit: Limit = "compute"
-    if slo is not None and len(better):
-        limit = "tpot" if step_s[better[0]] > slo.tpot_s else "ttft"
-    elif top + 1 == len(batches):
+    if slo is not None and len(higher_rates):
+        limit = "tpot" if step_s[higher_rates[0]] > slo.tpot_s else "ttft"
+    elif peak + 1 == len(batches):
         limit = "memory" if memory_batch <= MAX_BATCH else "batch"
     return OperatingPoint(
-        float(rate[best]),
-        int(batches[best]),
-        float(ttft_s[best]),
-        float(step_s[best]),
-        float(chunk[best]),
+        float(rate[chosen]),
+        int(batches[chosen]),
+        float(ttft_s[chosen]),
+        float(step_s[chosen]),
+        float(chunk[chosen]),
         limit,
     )
 
 
-PACED = 0.7
-BUSY = 0.8
-"""h, where nothing else is said."""
-CHUNKS = (1.15, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0)
-"""Chunks that are tried, in units of what B answers need on average."""
-LEAST_CHUNK, CHUNK_STEP = 16, 8
+MAX_TPOT_SHARE = 0.7
+DEFAULT_UTILIZATION = 0.8
+"""Default of h, the utilization by prompts."""
+CHUNK_FACTORS = (1.15, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0)
+"""Chunk sizes that are tried, in units of the mean need of B decodes."""
+MIN_CHUNK_TOKENS, CHUNK_STEP_TOKENS = 16, 8
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """Of requests, in tokens."""
+    """Lengths of a pipeline's requests in tokens."""
 
     new: int
-    """Of a prompt, what is computed."""
+    """Prompt tokens that are computed."""
     cached: int
     output: int
     longest: int
-    """The longest prompt, which must be in time too when nothing is before it."""
+    """The longest prompt, which must meet TTFT without a queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +297,8 @@ class MixedPipeline:
         return self.batch + self.chunk_tokens
 
 
-def together(
-    timer: PipelineTimer, lengths: RequestLengths, room: int, slo: Slo, headroom: float = BUSY
+def best_mixed_pipeline(
+    timer: PipelineTimer, lengths: RequestLengths, room: int, slo: Slo, headroom: float = DEFAULT_UTILIZATION
 ) -> MixedPipeline | None:
     """The best turns within the objective; None where there are none. `room` is how many requests' KV fits.
 
@@ -316,12 +319,12 @@ def together(
     in simulation.
     """
     lanes = PipelineRounds(timer).lanes
-    most = min(room // lanes, MAX_BATCH)
-    if most < 1:
+    max_batch = min(room // lanes, MAX_BATCH)
+    if max_batch < 1:
         return None
-    batches = np.unique(np.geomspace(1, most, 40).round())
+    batches = np.unique(np.geomspace(1, max_batch, 40).round())
     context = batches * (lengths.cached + lengths.new + lengths.output / 2)
-    needed = batches * lengths.new / lengths.output
+    prefill_tokens_needed = batches * lengths.new / lengths.output
 
     def turns_s(chunks: Floats) -> Floats:
         cached = lengths.cached + np.maximum(lengths.new - chunks, 0.0) / 2
@@ -330,27 +333,40 @@ def together(
         step_s, interval_s = timer.both_s(steps(*asked))
         return np.maximum(lanes * interval_s, step_s).reshape(chunks.shape)
 
-    whole = np.ceil(np.outer(CHUNKS, needed) / CHUNK_STEP) * CHUNK_STEP
-    chunks = np.clip(whole, LEAST_CHUNK, max(LEAST_CHUNK, min(CHUNK_TOKENS, lengths.new)))
-    plain_s, *taken_s = turns_s(np.vstack([np.zeros_like(batches), chunks]))
+    whole = np.ceil(np.outer(CHUNK_FACTORS, prefill_tokens_needed) / CHUNK_STEP_TOKENS) * CHUNK_STEP_TOKENS
+    chunks = np.clip(whole, MIN_CHUNK_TOKENS, max(MIN_CHUNK_TOKENS, min(CHUNK_TOKENS, lengths.new)))
+    without_chunk_s, *with_chunks_s = turns_s(np.vstack([np.zeros_like(batches), chunks]))
     best: MixedPipeline | None = None
-    for chunk, full_s in zip(chunks, taken_s, strict=True):
-        used = needed / chunk
-        tpot_s = used * full_s + (1.0 - used) * plain_s
-        busy = np.minimum(headroom * used, 0.99)
-        ttft_s = np.ceil(lengths.new / chunk) * full_s * (1.0 + busy / (2.0 * (1.0 - busy))) + full_s / 2
-        longest_s = np.ceil(lengths.longest / chunk) * full_s
-        kept = (tpot_s <= PACED * slo.tpot_s) & (np.maximum(ttft_s, longest_s) <= slo.ttft_s) & (used < 1.0)
-        rate = np.where(kept, lanes * batches / (tpot_s * lengths.output), 0.0)
-        at = int(np.argmax(rate))
-        if rate[at] > (0.0 if best is None else best.requests_per_s):
-            result = (float(rate[at]), float(ttft_s[at]), float(tpot_s[at]), int(batches[at]), int(chunk[at]))
+    for chunk, with_chunk_s in zip(chunks, with_chunks_s, strict=True):
+        chunk_share = prefill_tokens_needed / chunk
+        tpot_s = chunk_share * with_chunk_s + (1.0 - chunk_share) * without_chunk_s
+        busy = np.minimum(headroom * chunk_share, 0.99)
+        ttft_s = (
+            np.ceil(lengths.new / chunk) * with_chunk_s * (1.0 + busy / (2.0 * (1.0 - busy)))
+            + with_chunk_s / 2
+        )
+        longest_s = np.ceil(lengths.longest / chunk) * with_chunk_s
+        meets_slo = (
+            (tpot_s <= MAX_TPOT_SHARE * slo.tpot_s)
+            & (np.maximum(ttft_s, longest_s) <= slo.ttft_s)
+            & (chunk_share < 1.0)
+        )
+        rate = np.where(meets_slo, lanes * batches / (tpot_s * lengths.output), 0.0)
+        best_index = int(np.argmax(rate))
+        if rate[best_index] > (0.0 if best is None else best.requests_per_s):
+            result = (
+                float(rate[best_index]),
+                float(ttft_s[best_index]),
+                float(tpot_s[best_index]),
+                int(batches[best_index]),
+                int(chunk[best_index]),
+            )
             best = MixedPipeline(*result)
     return best
 
 
-LONGEST = 2.0
-LEAST_TOKENS = 128
+MAX_STEP_TPOTS = 2.0
+MIN_BUDGET_TOKENS = 128
 
 
 def paced_budget(
@@ -370,11 +386,11 @@ def paced_budget(
         return CHUNK_TOKENS
     context = prompt_tokens + answer_tokens / 2
     budget = CHUNK_TOKENS
-    while budget > LEAST_TOKENS:
+    while budget > MIN_BUDGET_TOKENS:
         step_s = float(
             chunked_iteration_s(timer, budget - operating_point.batch, 0.0, operating_point.batch, context)[0]
         )
-        if step_s <= LONGEST * slo.tpot_s:
+        if step_s <= MAX_STEP_TPOTS * slo.tpot_s:
             break
         budget //= 2
     return budget

@@ -29,7 +29,7 @@ from potluck.perf.operators.network import HANDOVER_SHARE, Hop
 from potluck.perf.phases import decode_knees, decode_step_s
 from potluck.perf.startup import startup_s
 from potluck.perf.step_timer import StepTimer
-from potluck.perf.throughput import RequestLengths, best_operating, paced_budget, together
+from potluck.perf.throughput import RequestLengths, best_mixed_pipeline, best_operating, paced_budget
 from potluck.perf.timers import pipeline_timer
 from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost
 from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
@@ -249,7 +249,7 @@ class ReplicaModels:
         profiles = resolved.profiles.get(template.model, ())
         timer = timer_of(model, replica.layout, resolved.nodes, DEFAULT_ENGINE.host, profiles=profiles)
         if isinstance(timer, pipeline_timer.PipelineTimer) and len(timer.stages) > 1:
-            turns = together(timer, RequestLengths(prompt, 0, answer, prompt), room, slo)
+            turns = best_mixed_pipeline(timer, RequestLengths(prompt, 0, answer, prompt), room, slo)
             budget = DEFAULT_ENGINE.token_budget if turns is None else turns.step_tokens
             return replace(DEFAULT_ENGINE, token_budget=budget)
         budget = paced_budget(timer, prompt, answer, max(1, min(room, DEFAULT_ENGINE.slots)), slo)

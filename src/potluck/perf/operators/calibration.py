@@ -1,19 +1,18 @@
-"""What was learnt from measurements, and how it carries over to a GPU that nobody measured.
+"""Calibration from measurements, and its transfer to GPUs that were not measured.
 
-A measured GPU has its own reachable shares of compute and bandwidth, its own fixed times and surfaces. One that was
-not, but has the chip of one that was (H200 and H100, GB200 and B200), has all of that one's: shares are of its own
-data sheet, and compute follows its power limit. For any other GPU they are carried over from its relatives (same
-compute capability, else all):
+A measured GPU has its own reachable shares of compute and bandwidth, fixed times and residual surfaces. One with the
+same chip as a measured one (H200 and H100, GB200 and B200) takes that one's figures: shares refer to its own data
+sheet, and compute follows its power limit. For any other GPU they are transferred from related GPUs (same compute
+capability, else all):
 
-- compute: ηc = relative's ηc x power(this) / power(relative), where `power` says how much of the matrix
-  rate a chip can sustain within its power limit: a soft minimum of what the kernels reach and of
-  watts / (energy per FLOP x rate). L4, L40S and A30 are starved of power, an RTX 4090 is not.
-- attention: the GPU's own matrix share times the relatives' ratio of attention to matrix product.
+- compute: ηc = relative's ηc x power(this) / power(relative), where `power` is the share of the matrix rate that a
+  chip sustains within its power limit: a soft minimum of what the kernels reach and of
+  watts / (energy per FLOP x rate). L4, L40S and A30 are limited by power, an RTX 4090 is not.
+- attention: the GPU's own matrix share times the related GPUs' ratio of attention to matrix product.
 - bandwidth and fixed times: the geometric mean over measured GPUs.
-- a GPU of an architecture that nobody measured gets the median compute share of those that were.
+- a GPU of an architecture without measurements gets the median compute share of those measured.
 
-`GpuCurves` are what the roofline uses; `confidence` says which of these ways they came.
-"""
+`GpuCurves` are what the roofline uses; `confidence` says which of these ways they came."""
 
 from __future__ import annotations
 
@@ -77,17 +76,17 @@ WINDOWED = "windowed:prefill"
 """Attention of prompts to the last tokens alone, among a GPU's extras."""
 FAMILIES = {"turing": "volta", "ada": "ampere", "desk": "ampere"}
 """Kernels (`kernels_of`) whose GPUs share an energy per FLOP with others', by matrix units and process."""
-FORMER = {"blackwell": "hopper", "desk": "ada"}
-"""Whose kernels come nearest where nobody measured a GPU with the same."""
-EARLIER = {"blackwell": ("ampere", "hopper")}
-"""Of data centres' GPUs: the two kinds of kernels before."""
-STAND_INS = {
+PREVIOUS_KERNELS = {"blackwell": "hopper", "desk": "ada"}
+"""The most similar kernels where no GPU with the same was measured."""
+PREVIOUS_GENERATIONS = {"blackwell": ("ampere", "hopper")}
+"""The two previous kernel generations of data-centre GPUs."""
+SUBSTITUTE_OPERATORS = {
     "experts:fp8": "experts:fp8_block",
     "experts:nvfp4": "experts:fp8_block",
     "gemm:fp8_block": "gemm:fp8",
     "gemm:nvfp4": "gemm:fp8",
 }
-"""What an operator is taken for where a GPU's kernels were measured for the latter alone."""
+"""Operators used in place of others that were not measured with a GPU's kernels."""
 
 
 def kernels_of(gpu: Gpu) -> str:
@@ -96,7 +95,7 @@ def kernels_of(gpu: Gpu) -> str:
 
 
 def family_of(gpu: Gpu) -> str:
-    """With whom it shares an energy per FLOP."""
+    """The family of GPUs with the same energy per FLOP."""
     return FAMILIES.get(kernels_of(gpu), kernels_of(gpu))
 
 
@@ -299,19 +298,27 @@ def chip_of(gpu: Gpu) -> ChipFigures:
 
 def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
     """The formulas for any GPU, and how far to trust them."""
-    named = calibration.scales(gpu.name)
-    twin = None if named and not named.coarse else _same_chip(gpu, calibration)
-    own_scales = twin or named
+    listed_scales = calibration.scales(gpu.name)
+    same_chip_scales = (
+        None if listed_scales and not listed_scales.coarse else _scales_of_same_chip(gpu, calibration)
+    )
+    own_scales = same_chip_scales or listed_scales
     shared_figures = calibration.shapes
     relatives = _relatives(gpu, calibration)
     gemm = (own_scales and own_scales.gemm) or _carried_gemm(gpu, calibration, relatives)
-    foretold = (None if own_scales else _foretold(gpu, calibration)) or own_scales
-    prefill = (foretold and foretold.prefill) or _carried_prefill(gpu, gemm[0], calibration, relatives)
-    decode = (foretold and foretold.decode) or _mean(
-        [s.decode for s in _teachers(gpu, calibration) if s.decode]
+    attention_scales = (None if own_scales else _extrapolated_attention(gpu, calibration)) or own_scales
+    prefill = (attention_scales and attention_scales.prefill) or _carried_prefill(
+        gpu, gemm[0], calibration, relatives
     )
-    stream = (own_scales and own_scales.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
-    confidence, basis = _trust(gpu, None if twin else own_scales, [twin] if twin else relatives)
+    decode = (attention_scales and attention_scales.decode) or _geometric_mean(
+        [s.decode for s in _sources_of_attention(gpu, calibration) if s.decode]
+    )
+    stream = (own_scales and own_scales.stream) or _geometric_mean(
+        [s.stream for s in calibration.gpus if s.stream]
+    )
+    confidence, basis = _confidence_and_basis(
+        gpu, None if same_chip_scales else own_scales, [same_chip_scales] if same_chip_scales else relatives
+    )
     extras = _extras(gpu, gemm, own_scales, calibration)
     return GpuCurves(
         chip_of(gpu),
@@ -325,11 +332,11 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
         own_scales.prefill_residual if own_scales else None,
         own_scales.decode_residual if own_scales else None,
         extras,
-        frozenset(extras) - {extra.name for extra in (named.extras if named else ())},
+        frozenset(extras) - {extra.name for extra in (listed_scales.extras if listed_scales else ())},
     )
 
 
-def _same_chip(gpu: Gpu, calibration: Calibration) -> GpuScales | None:
+def _scales_of_same_chip(gpu: Gpu, calibration: Calibration) -> GpuScales | None:
     """Figures of a GPU that has the same chip, its compute as the power limit of this one has it.
 
     Experts' share of the arithmetic stays: their kernels are below what power allows.
@@ -366,9 +373,9 @@ def _extras(
     """
     measured = {extra.name: extra for extra in (own_scales.extras if own_scales else ())}
     extra_operators = dict(measured)
-    known = {extra.name for s in calibration.gpus for extra in s.extras} | set(STAND_INS)
+    known = {extra.name for s in calibration.gpus for extra in s.extras} | set(SUBSTITUTE_OPERATORS)
     for name in sorted(known - set(measured) - {WINDOWED}):
-        if like := measured.get(STAND_INS.get(name, "")):
+        if like := measured.get(SUBSTITUTE_OPERATORS.get(name, "")):
             extra_operators[name] = replace(like, name=name)
             continue
         seen = _measured_alike(name, gpu, calibration)
@@ -379,7 +386,7 @@ def _extras(
             if s.gemm is not None
         ]
         if ratios:
-            compute, bandwidth, *rest = _mean(ratios)
+            compute, bandwidth, *rest = _geometric_mean(ratios)
             values = (compute * (1.0 if own_share else gemm[0]), bandwidth * gemm[1], *rest)
             extra_operators[name] = ExtraOperator(name, values)
     return extra_operators
@@ -387,11 +394,11 @@ def _extras(
 
 def _measured_alike(name: str, gpu: Gpu, calibration: Calibration) -> list[tuple[GpuScales, ExtraOperator]]:
     """An operator's figures on GPUs with the same kernels, or its stand-in's; of the kernels before; of all GPUs."""
-    kernels, names = kernels_of(gpu), (name, STAND_INS.get(name))
+    kernels, names = kernels_of(gpu), (name, SUBSTITUTE_OPERATORS.get(name))
     seen = [(s, e) for s in calibration.gpus for e in s.extras if s.gemm and e.name in names]
-    others = {kernels_of(calibration.spec(s.gpu)) for s in _teachers(gpu, calibration)}
+    others = {kernels_of(calibration.spec(s.gpu)) for s in _sources_of_attention(gpu, calibration)}
     # Hopper has a latent attention of its own; Ampere and older run what Ada does.
-    former = FORMER.get(kernels, "ada" if name.startswith("latent") else "")
+    former = PREVIOUS_KERNELS.get(kernels, "ada" if name.startswith("latent") else "")
     for like in ({kernels}, {former}, others):
         near = [(s, e) for s, e in seen if kernels_of(calibration.spec(s.gpu)) in like]
         for wanted in names:
@@ -400,8 +407,8 @@ def _measured_alike(name: str, gpu: Gpu, calibration: Calibration) -> list[tuple
     return []
 
 
-def _teachers(gpu: Gpu, calibration: Calibration) -> list[GpuScales]:
-    """Whom a GPU learns attention and experts from: a data centre's Blackwell has kernels that run nowhere else."""
+def _sources_of_attention(gpu: Gpu, calibration: Calibration) -> list[GpuScales]:
+    """The GPUs whose attention and experts transfer: kernels of a data centre's Blackwell run nowhere else."""
     unlike = {"blackwell"} - {kernels_of(gpu)}
     return [s for s in calibration.gpus if kernels_of(calibration.spec(s.gpu)) not in unlike]
 
@@ -423,7 +430,7 @@ def _carried_gemm(
         s for s in everyone if (calibration.spec(s.gpu).compute_capability is None) == maker
     ] or everyone
     power = calibration.power
-    mean = _mean([s.gemm for s in measured if s.gemm])
+    mean = _geometric_mean([s.gemm for s in measured if s.gemm])
     if not relatives and not maker and family_of(gpu) not in power.watts_per_tflops:
         compute = float(np.median([s.gemm[0] for s in measured if s.gemm and not s.coarse]))
     else:
@@ -436,29 +443,35 @@ def _carried_gemm(
 def _carried_prefill(
     gpu: Gpu, gemm_compute: float, calibration: Calibration, relatives: list[GpuScales]
 ) -> tuple[float, float, float]:
-    measured = [s for s in _teachers(gpu, calibration) if s.gemm and s.prefill]
+    measured = [s for s in _sources_of_attention(gpu, calibration) if s.gemm and s.prefill]
     near = [s for s in relatives if s.prefill] or measured
     ratio = float(np.exp(np.mean([np.log(s.prefill[0] / s.gemm[0]) for s in near if s.prefill and s.gemm])))
-    mean = _mean([s.prefill for s in measured if s.prefill])
+    mean = _geometric_mean([s.prefill for s in measured if s.prefill])
     return gemm_compute * ratio, mean[1], mean[2]
 
 
-def _foretold(gpu: Gpu, calibration: Calibration) -> GpuScales | None:
+def _extrapolated_attention(gpu: Gpu, calibration: Calibration) -> GpuScales | None:
     """Attention, of prompts and of decodes, on a data centre's next chip, from the two before it.
 
     Shares are as the last one's; decodes' times as much shorter again as its were than those before.
     """
     specs = {s.gpu: calibration.spec(s.gpu) for s in calibration.gpus if s.prefill and s.decode}
     largest = sorted(specs.values(), key=lambda spec: spec.fp16_tflops)
-    line = {kernels_of(spec): calibration.scales(spec.name) for spec in largest}
-    before, last = (line.get(kernels) for kernels in EARLIER.get(kernels_of(gpu), ("", "")))
-    if not (before and before.decode and last and last.decode and last.prefill):
+    newest_by_kernels = {kernels_of(spec): calibration.scales(spec.name) for spec in largest}
+    second_last, last = (
+        newest_by_kernels.get(kernels) for kernels in PREVIOUS_GENERATIONS.get(kernels_of(gpu), ("", ""))
+    )
+    if not (second_last and second_last.decode and last and last.decode and last.prefill):
         return None
-    _, *times = (late * late / early for early, late in zip(before.decode, last.decode, strict=True))
+    _, *times = (
+        last_s * last_s / earlier_s for earlier_s, last_s in zip(second_last.decode, last.decode, strict=True)
+    )
     return GpuScales(gpu.name, prefill=last.prefill, decode=(last.decode[0], *times))  # type: ignore[arg-type]
 
 
-def _trust(gpu: Gpu, own_scales: GpuScales | None, relatives: list[GpuScales]) -> tuple[Confidence, str]:
+def _confidence_and_basis(
+    gpu: Gpu, own_scales: GpuScales | None, relatives: list[GpuScales]
+) -> tuple[Confidence, str]:
     if own_scales and own_scales.gemm and not own_scales.coarse:
         parts = [name for name in ("gemm", "prefill", "decode") if getattr(own_scales, name)]
         return "measured", f"{gpu.name} measured ({', '.join(parts)})"
@@ -473,6 +486,6 @@ def _trust(gpu: Gpu, own_scales: GpuScales | None, relatives: list[GpuScales]) -
     return "assumed", "no GPU of its architecture was measured; the middle of all others"
 
 
-def _mean(values: list[tuple[float, ...]]) -> tuple[float, ...]:
+def _geometric_mean(values: list[tuple[float, ...]]) -> tuple[float, ...]:
     """Geometric mean of each column."""
     return tuple(float(v) for v in np.exp(np.mean(np.log(np.asarray(values)), axis=0)))

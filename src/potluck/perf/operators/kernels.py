@@ -24,20 +24,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from potluck.perf.step_timer import Floats, once
 
-UNEVEN = 1.01
+MEASURED_ROUTER_SKEW = 1.01
 """A router of the published measurements: nearly every load equally likely on a logarithmic scale."""
-EVEN = 0.0
-POPULAR = 1.0
+FAIR_ROUTER_SKEW = 0.0
+EXPERT_LOG_DEVIATION = 1.0
 """Standard deviation of the logarithm of how often a router chooses an expert: serving runs of three models leave it
 between 0.7 and 1.3."""
-QUANTILES = 32
-"""Loads are followed at so many quantiles, not expert by expert."""
-TALL = (16, 32, 64, 128)
+LOAD_QUANTILES = 32
+"""Expert loads are tracked at this many quantiles, not expert by expert."""
+TILE_ROWS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpread:
-    """What the busiest rank's experts get; an entry of each array is one number of tokens."""
+    """Load of the busiest rank's experts; each array has one entry per token count."""
 
     rows: Floats
     used: Floats
@@ -68,78 +68,77 @@ def spread(
     """Loads on the experts of the busiest of `ranks`, each of which has experts / ranks of them whole.
 
     Routers are not fair: of the experts of one layer some get many times the rows of others. Without a `skew`, as
-    models' do (`_served`). With one as in the published measurements: loads of E experts follow a power law with
-    density x^-a between 1 and 0.8 T (T tokens, each choosing k); they are scaled to T k rows and rounded, and rows
-    that are lost go to experts without any. a = 0 is a router that is fair to the row. With expert parallelism
-    the busiest rank decides: above the mean by Blom's z, times the deviation of a sum of E / ranks such loads.
+    models' do (`_loads_in_service`). With one as in the published measurements: loads of E experts follow a power
+    law with density x^-a between 1 and 0.8 T (T tokens, each choosing k); they are scaled to T k rows and
+    rounded, and rows that are lost go to experts without any. a = 0 is a router that is fair to the row. With
+    expert parallelism the busiest rank decides: above the mean by Blom's z, times the deviation of a sum of E
+    / ranks such loads.
     """
     if skew is None:
-        return _served(*(np.atleast_1d(_floats(v)) for v in (tokens, experts, active, ranks)))
+        return _loads_in_service(*(np.atleast_1d(_floats(v)) for v in (tokens, experts, active, ranks)))
     chosen, many, per_token, places, power = np.broadcast_arrays(
         *(np.atleast_1d(_floats(v)) for v in (tokens, experts, active, ranks, skew))
     )
-    loads = _even(chosen, many, per_token)
-    if (power != EVEN).any():
-        uneven = _uneven(chosen, many, per_token, places, np.where(power == EVEN, UNEVEN, power))
-        loads = np.where((power == EVEN)[:, None], loads, uneven)
+    loads = _fair_loads(chosen, many, per_token)
+    if (power != FAIR_ROUTER_SKEW).any():
+        uneven = _skewed_loads(
+            chosen, many, per_token, places, np.where(power == FAIR_ROUTER_SKEW, MEASURED_ROUTER_SKEW, power)
+        )
+        loads = np.where((power == FAIR_ROUTER_SKEW)[:, None], loads, uneven)
     local = np.maximum(many / places, 1.0)
-    weight = local / QUANTILES
+    weight = local / LOAD_QUANTILES
     exact, loads = loads, np.round(np.minimum(loads, chosen[:, None]))
     rows = np.maximum(exact.sum(axis=1) * weight, 1.0)
     # What rounding and the bound of a row a token leave over goes to experts that have none.
     used = (loads > 0).sum(axis=1) * weight
     over = np.clip(rows - loads.sum(axis=1) * weight, 0.0, local - used)
     used = np.maximum(used + over, 1.0)
-    least = np.ceil(loads / np.array(TALL)[:, None, None]).sum(axis=2) * weight + over
-    tiles = {tall: np.maximum(least[i], np.maximum(used, rows / tall)) for i, tall in enumerate(TALL)}
+    least = np.ceil(loads / np.array(TILE_ROWS)[:, None, None]).sum(axis=2) * weight + over
+    tiles = {tall: np.maximum(least[i], np.maximum(used, rows / tall)) for i, tall in enumerate(TILE_ROWS)}
     return ExpertSpread(rows, used, tiles)
 
 
-def _served(tokens: Floats, experts: Floats, active: Floats, ranks: Floats) -> ExpertSpread:
-    """Loads as models have them: tokens choose by chance, and some experts more often than others.
-
-    An expert that a share q of all tokens choose is used by T of them with probability 1 - (1 - q)^T; the logarithms
-    of these shares are normal. So the experts in use grow smoothly with T, and are fewer than a fair router's.
-    """
-    popular = _popular()
+def _loads_in_service(tokens: Floats, experts: Floats, active: Floats, ranks: Floats) -> ExpertSpread:
+    """Expert loads in service: tokens choose at random, some experts more often than others."""
+    popular = _expert_popularity()
     local = np.maximum(experts / ranks, 1.0)
     blom = {float(n): _blom(float(n)) if n > 1 else 0.0 for n in once(ranks)}
     above = 1.0 + np.array([blom[float(n)] for n in ranks]) * popular.std() / np.sqrt(local)
     share = np.minimum((active / experts * np.minimum(above, ranks))[:, None] * popular, 1.0 - 1e-9)
-    loads, weight = tokens[:, None] * share, local / QUANTILES
+    loads, weight = tokens[:, None] * share, local / LOAD_QUANTILES
     touched = -np.expm1(np.maximum(tokens, 1e-9)[:, None] * np.log1p(-share))
     used = np.maximum(touched.sum(axis=1) * weight, 1.0)
     tiles = {
         tall: np.maximum((touched * np.ceil(loads / touched / tall)).sum(axis=1) * weight, used)
-        for tall in TALL
+        for tall in TILE_ROWS
     }
     return ExpertSpread(np.maximum(loads.sum(axis=1) * weight, 1.0), used, tiles)
 
 
 @lru_cache(maxsize=1)
-def _popular() -> Floats:
-    """How often a router chooses the experts at each quantile, as a multiple of the mean."""
+def _expert_popularity() -> Floats:
+    """How often a router chooses the experts at each quantile, relative to the mean."""
     from statistics import NormalDist  # slow to import, and of experts alone
 
-    place = [(i + 0.5) / QUANTILES for i in range(QUANTILES)]
-    chosen = np.exp(POPULAR * np.array([NormalDist().inv_cdf(at) for at in place]))
+    place = [(i + 0.5) / LOAD_QUANTILES for i in range(LOAD_QUANTILES)]
+    chosen = np.exp(EXPERT_LOG_DEVIATION * np.array([NormalDist().inv_cdf(at) for at in place]))
     return _floats(chosen / chosen.mean())
 
 
-def _even(tokens: Floats, experts: Floats, active: Floats) -> Floats:
+def _fair_loads(tokens: Floats, experts: Floats, active: Floats) -> Floats:
     load = (tokens * active / experts)[:, None]
-    place = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    place = (np.arange(LOAD_QUANTILES) + 0.5) / LOAD_QUANTILES
     few = (place[None, :] < load).astype(np.float64)
     result: Floats = np.where(load < 1.0, few, load)
     return result
 
 
-def _uneven(tokens: Floats, experts: Floats, active: Floats, ranks: Floats, skew: Floats) -> Floats:
+def _skewed_loads(tokens: Floats, experts: Floats, active: Floats, ranks: Floats, skew: Floats) -> Floats:
     total = tokens * active
     many = total > experts
     low = np.where(many, 1.0, 0.01)[:, None]
     high = np.maximum(np.where(many, 0.8 * tokens, 2.0)[:, None], low * 1.0001)
-    place = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    place = (np.arange(LOAD_QUANTILES) + 0.5) / LOAD_QUANTILES
     power = (1.0 - skew)[:, None]
     drawn = ((high**power - low**power) * place + low**power) ** (1.0 / power)
     loads = drawn / drawn.mean(axis=1, keepdims=True) * (total / experts)[:, None]
@@ -294,9 +293,9 @@ def gemm_s(
         compute = _tiled_s(rows, cols, depth, many, sms, rate, stream, curve, tiles, splits)
     weights = many * cols * depth * weight_bytes
     activations = many * (input_bytes * rows * depth + 2.0 * rows * cols)
-    warm = _warm(weights, _floats(warm_share) * chip.l2_bytes)
+    warm = _l2_time_factor(weights, _floats(warm_share) * chip.l2_bytes)
     memory = (weights * warm + activations) / stream
-    return _floats(curve.fixed_s + _corner(compute, memory, curve.p))
+    return _floats(curve.fixed_s + _rounded_max(compute, memory, curve.p))
 
 
 def _tiled_s(
@@ -363,7 +362,7 @@ def expert_product_s(
     moved = expert_spread.used * cols * depth * weight_bytes + expert_spread.rows * (
         input_bytes * depth + 2.0 * cols
     )
-    return _corner(best, moved / (chip.bytes_per_s * curve.bandwidth), curve.p)
+    return _rounded_max(best, moved / (chip.bytes_per_s * curve.bandwidth), curve.p)
 
 
 def expert_layer_s(
@@ -413,17 +412,19 @@ def prefill_attention_s(
     launch ends with its longest tile, and equal tiles end in whole waves.
     """
     q, c = np.atleast_1d(_floats(new)), np.atleast_1d(_floats(cached))
-    tile, h, hk = _last(chip.query_tile), _last(heads), _last(kv_heads)
-    dims = _last(qk_dim) + _last(v_dim)
+    tile, h, hk = _per_chunk(chip.query_tile), _per_chunk(heads), _per_chunk(kv_heads)
+    dims = _per_chunk(qk_dim) + _per_chunk(v_dim)
     blocks_of = np.ceil(q / tile)
     if window is None:
-        keys = c + _last(curve.diagonal) * (mean_keys(q, c, None) - c) + np.minimum(tile, KEY_TILE + q) / 2
+        keys = (
+            c + _per_chunk(curve.diagonal) * (mean_keys(q, c, None) - c) + np.minimum(tile, KEY_TILE + q) / 2
+        )
     else:
         keys = spanned_keys(q, c, window, tile, blocks_of) + KEY_TILE / 2
     reach = c + q if window is None else np.minimum(c + q, window + tile)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
     softmax = curve.softmax * chip.flops_per_s / chip.exp_per_s
-    key_s = _last(1.0 / rate) * (2.0 * dims + _last(softmax)) * tile
+    key_s = _per_chunk(1.0 / rate) * (2.0 * dims + _per_chunk(softmax)) * tile
     block_s = np.where(q > 0, key_s * keys, 0.0)
     total_s = (h * blocks_of * block_s).sum(axis=-1)
     longest_s = np.where(q > 0, key_s * reach, 0.0).max(axis=-1)
@@ -471,11 +472,11 @@ def decode_attention_s(
     count, moved = _floats(requests), _floats(kv_bytes)
     memory = moved / (chip.bytes_per_s * curve.bandwidth)
     if np.any(warm_share):
-        memory = memory * _warm(moved, _floats(warm_share) * chip.l2_bytes)
+        memory = memory * _l2_time_factor(moved, _floats(warm_share) * chip.l2_bytes)
     blocks = curve.block_s * count * _floats(kv_heads) / chip.sm_count
-    busy = _corner(memory, blocks, curve.p)
+    busy = _rounded_max(memory, blocks, curve.p)
     if np.any(flops):
-        busy = _corner(busy, _floats(flops) / (chip.flops_per_s * compute), curve.p)
+        busy = _rounded_max(busy, _floats(flops) / (chip.flops_per_s * compute), curve.p)
     split = np.clip(_floats(mean_context) / 128.0 - 1.0, 0.0, 1.0)
     time = curve.fixed_s + curve.combine_s * split + busy
     return _floats(np.where(count > 0, time, 0.0))
@@ -496,14 +497,14 @@ def mean_keys(new: Floats, cached: Floats, window: float | None) -> Floats:
     return _floats((grown + (new - growing) * window) / np.maximum(new, 1.0))
 
 
-def _corner(a: Number, b: Number, p: float) -> Floats:
+def _rounded_max(a: Number, b: Number, p: float) -> Floats:
     """max(a, b) with a rounded corner."""
     high, low = np.maximum(a, b), np.minimum(a, b)
     ratio = low / np.maximum(high, 1e-30)
     return _floats(high * (1.0 + ratio**p) ** (1.0 / p))
 
 
-def _warm(size_bytes: Floats, kept_bytes: Number) -> Floats:
+def _l2_time_factor(size_bytes: Floats, kept_bytes: Number) -> Floats:
     """Factor on the memory time of data that may still lie in the L2 cache."""
     hit = 1.0 / (1.0 + (size_bytes / np.maximum(kept_bytes, 1.0)) ** 8)
     return _floats(1.0 - hit * (1.0 - 1.0 / L2_SPEEDUP))
@@ -513,7 +514,7 @@ def _floats(value: ArrayLike) -> Floats:
     return np.asarray(value, dtype=np.float64)
 
 
-def _last(value: ArrayLike) -> Floats:
+def _per_chunk(value: ArrayLike) -> Floats:
     """Add the chunk axis to a per-step figure."""
     array = _floats(value)
     return array[..., None] if array.ndim else array

@@ -29,7 +29,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import NodeType, Role
-from potluck.perf.throughput import RequestLengths, together
+from potluck.perf.throughput import RequestLengths, best_mixed_pipeline
 from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.templates.library import pipeline_libraries
@@ -97,7 +97,7 @@ def _bucket(
     lengths = RequestLengths(
         demand.new_tokens, demand.cached_tokens, demand.output_tokens, demand.longest_tokens
     )
-    mixed_pipeline = together(timer, lengths, room, slo, problem.headroom)
+    mixed_pipeline = best_mixed_pipeline(timer, lengths, room, slo, problem.headroom)
     if mixed_pipeline is None:
         return BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
     return BucketCapacity(
