@@ -78,7 +78,7 @@ def test_plan_without_attainment_exits_with_3_and_shows_the_best(
     text = capsys.readouterr().out
     assert "SLOs MISSED in simulation" in text
     assert "Warning: no plan met its SLOs in simulation: no plan serves" in text
-    assert "what binds: home: 1x" in text
+    assert "limited by: home: 1x" in text
     assert "(target 90 %, arrival CV 6); SLO missed" in text
     assert "Predictions" in text
 
@@ -154,7 +154,7 @@ def test_unservable_requests_count_as_missed(tmp_path: Path, capsys: pytest.Capt
     lengths = "rate_per_s: 4, input: {values: [600, 200000], weights: [1, 1]}, output: 80"
     assert run(["plan", str(a_spec(tmp_path, lengths)), *SHORT]) == 3
     text = capsys.readouterr().out
-    assert "50 % of its requests are longer than its context" in text
+    assert "50 % of its requests exceed its context window" in text
     assert "of requests unserved by any plan, counted as misses" in text
     assert "(target 90 %); SLO missed" in text
 

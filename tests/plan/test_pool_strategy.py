@@ -265,4 +265,4 @@ def test_verify_reports_template_flows_that_do_not_add_up_or_overload_a_replica(
     decode = next(i for i, replica in enumerate(made.replicas) if replica.role == "decode")
     assert len(made.flows) == 2
     assert "add up to" in told(made.flows[:1])
-    assert f"replica {prefill} is sent" in told((TemplateFlow(0, prefill, decode, 1.0),))
+    assert f"replica {prefill} gets" in told((TemplateFlow(0, prefill, decode, 1.0),))

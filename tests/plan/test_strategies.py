@@ -291,7 +291,7 @@ def test_choices_within_prediction_error_name_the_measurement_that_would_decide(
         (reason,) = explain(factory, planner(factory, QUICK), planner, QUICK).models
         assert reason.next_best_usd_per_h is not None
         said.append(reason.unsure)
-    assert "cannot be told apart" in said[0]
+    assert "cost the same within the uncertainty" in said[0]
     assert "`potluck profile URL --gpu L40S --tp 1`" in said[0]
     assert said[1] == ""
 

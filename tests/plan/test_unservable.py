@@ -31,7 +31,7 @@ def test_requests_beyond_the_context_are_left_out_and_reported() -> None:
     ask = a_demand(rate_per_s=2.0, lengths=((300, 200, 0.9), (400_000, 200, 0.1)))
     problem, notes = within_context(a_problem(ask))
     assert [bucket.rate_per_s for bucket in problem.demands[0].buckets] == pytest.approx([1.8, 0.0])
-    assert "10 % of its requests are longer than its context" in notes[0]
+    assert "10 % of its requests exceed its context window" in notes[0]
     assert within_context(problem) == (problem, ())
     _, outcome, text = planned_rest(PLAN, TemplateFactory(a_problem(ask)), QUICK)
     assert outcome.plan.fraction == 1

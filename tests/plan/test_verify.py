@@ -47,7 +47,7 @@ def test_verify_reports_utilization_above_headroom() -> None:
     fewer = [deployment for deployment in PLAN.deployments if deployment.count > 1]
     assert fewer, "the case needs a template with several copies"
     cut = tuple(replace(each, count=1) if each == fewer[0] else each for each in PLAN.deployments)
-    assert_violation(replace(PLAN, deployments=cut), "copies busy")
+    assert_violation(replace(PLAN, deployments=cut), "the headroom allows")
 
 
 def test_verify_reports_unserved_demand() -> None:
@@ -86,8 +86,8 @@ def test_verify_reports_unknown_names() -> None:
 
 def test_verify_reports_a_model_that_does_not_fit_in_memory() -> None:
     """The same layout, but every weight four times as wide."""
-    wide = replace(PROBLEM.demands[0], model=replace(PROBLEM.demands[0].model, weight_bits=64.0))
-    assert any("does not fit" in item for item in verify(replace(PROBLEM, demands=(wide,)), PLAN))
+    wide = replace(PROBLEM.buckets[0], model=replace(PROBLEM.buckets[0].model, weight_bits=64.0))
+    assert any("does not fit" in item for item in verify(replace(PROBLEM, buckets=(wide,)), PLAN))
 
 
 def test_verify_reports_a_layout_of_another_model() -> None:

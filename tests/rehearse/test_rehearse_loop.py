@@ -195,7 +195,7 @@ def test_plan_search_of_a_small_fleet_ends_on_its_nodes_with_the_closest_plan() 
     )
     assert result.chosen is None
     assert result.end.ending == "nodes"
-    assert "what binds: here: 1xA10G" in result.end.words
+    assert "limited by: here: 1xA10G" in result.end.words
     assert not result.end.longer_may_help
     assert result.best in result.steps
     assert_each_once(result)

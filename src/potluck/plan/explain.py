@@ -1,7 +1,7 @@
-"""Why a plan is as it is: what each node type is worth, what a change would cost, and the next best plan.
+"""Explain a plan: the value of each node type, the cost of changes and terms, the next best plan.
 
-Questions about changes are answered by planning again with the change made, not by a derivative: counts are
-whole, so a shadow price tells the direction and seldom the amount.
+The cost of a change is found by planning again with the change, not from dual prices: counts are whole, so a shadow
+price gives the direction and seldom the amount.
 """
 
 from __future__ import annotations
@@ -41,66 +41,79 @@ from potluck.plan.verify import copies_without, served_share
 
 @dataclass(frozen=True, slots=True)
 class TermPrice:
-    """A term of a model, in words, and what it adds to the plan."""
+    """The cost of one term of a model."""
 
     model: str
     term: str
     words: str
     extra_usd_per_h: float | None
-    """None where not all demand is met or a plan was not found in time, so that costs do not compare."""
-    extra_fraction: float  # Of the demand, what more would be served without it.
-    exact: bool  # Whether both plans were proven cheapest; else the difference may be of the search.
-    unknown: str = ""  # Why the cost is not known, where planning again failed.
+    """None where not all demand is met or no plan was found in time, so that costs are not comparable."""
+    extra_fraction: float  # Additional fraction of the demand that is served without the term.
+    exact: bool  # Whether both plans are proven cheapest; else the difference may come from the search.
+    unknown: str = ""  # Reason why the cost is unknown, where planning again failed.
 
 
 @dataclass(frozen=True, slots=True)
 class SpotRisk:
+    """How far a model's plan depends on spot nodes."""
+
     model: str
     spot_nodes: int
     nodes: int
-    preemptions_per_h: float  # Of all of them together.
-    served_without: float  # Share of its demand that is served when all are gone.
+    preemptions_per_h: float  # Of all its spot nodes together.
+    served_without: float  # Share of its demand that is served without any spot node.
 
 
 def term_prices(
     factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> tuple[TermPrice, ...]:
-    """By planning again without each; `outcome` is the plan with all of them."""
+    """The cost of each term, by planning again without it; `outcome` is the plan with all terms."""
     prices = []
     for demand in factory.problem.demands:
-        for term, words, changed in _changes(demand):
-            fresh = changed.slo != demand.slo or changed.origins != demand.origins  # templates are timed anew
-            there = _with(factory.problem, changed)
-            shop = TemplateFactory(there) if fresh else replace(factory, problem=there)
-            other_outcome = _planned(planner, shop, settings)
-            if isinstance(other_outcome, Unanswered):
-                prices.append(TermPrice(demand.name, term, words, None, 0.0, False, other_outcome.reason))
+        for term, description, changed_demand in _without_each_term(demand):
+            needs_timing = (
+                changed_demand.slo != demand.slo or changed_demand.origins != demand.origins
+            )  # Templates depend on these.
+            changed_problem = _replace_demand(factory.problem, changed_demand)
+            changed_factory = (
+                TemplateFactory(changed_problem)
+                if needs_timing
+                else replace(factory, problem=changed_problem)
+            )
+            other_outcome = _try_planning(planner, changed_factory, settings)
+            if isinstance(other_outcome, FailedPlan):
+                prices.append(
+                    TermPrice(demand.name, term, description, None, 0.0, False, other_outcome.reason)
+                )
                 continue
-            answer, less = _change(outcome, other_outcome)
-            extra = None if less is None or outcome.plan.fraction < 1 else -less
-            exact = (
-                answer == "costs"
+            change_status, saving = _extra_cost(outcome, other_outcome)
+            extra_usd = None if saving is None or outcome.plan.fraction < 1 else -saving
+            is_exact = (
+                change_status == "costs"
                 and max(outcome.plan.gap, other_outcome.plan.gap) < settings.gap_target + 1e-9
             )
-            more = max(0.0, other_outcome.plan.fraction - outcome.plan.fraction)
-            prices.append(TermPrice(demand.name, term, words, extra, more, exact))
+            extra_fraction = max(0.0, other_outcome.plan.fraction - outcome.plan.fraction)
+            prices.append(TermPrice(demand.name, term, description, extra_usd, extra_fraction, is_exact))
     return tuple(prices)
 
 
 def order_price(base_outcome: PlanOutcome) -> tuple[TermPrice, ...]:
-    """What it costs that who crosses a link is no shorter than who stays, where some would not be."""
+    """The cost of sending only the longest prompts over links, where cheaper routing would send others."""
     price = base_outcome.allocation.order
     if price is None:
         return ()
     models = ", ".join(base_outcome.columns.problem.demands[m].name for m in price.models)
-    words, exact = "who is computed in another region is longer than who stays", base_outcome.allocation.found
-    return (TermPrice(models, "order", words, price.usd_per_h, price.fraction, exact),)
+    description, is_exact = (
+        "only the longest prompts are prefilled in another region",
+        base_outcome.allocation.found,
+    )
+    return (TermPrice(models, "order", description, price.usd_per_h, price.fraction, is_exact),)
 
 
 def crossing_lines(
     factory: TemplateFactory, base_outcome: PlanOutcome, settings: SolveSettings
 ) -> tuple[str, ...]:
-    """Why nothing crosses: what it would cost to send a model's longest prompts over each link, by planning again."""
+    """Why a `prfaas` plan uses no links: the cost of sending each model's longest prompts over each link."""
     problem, allocation, lines = factory.problem, base_outcome.allocation, []
     if base_outcome.plan.strategy != "prfaas" or any(flow.source != flow.target for flow in allocation.flows):
         return ()
@@ -109,36 +122,45 @@ def crossing_lines(
     try:
         program = columns(problem, phased, codecs=smallest, rate_caches=factory.rate_caches).program
     except PotluckError as error:
-        return (f"nothing crosses; what it would cost is not known: {error}",)
+        return (f"no requests cross a link; the cost of doing so is unknown: {error}",)
     regions = program.fleet.regions
     pairs = frozenset((r, s) for r in range(len(regions)) for s in range(len(regions)))
     for link, (m, model) in product(program.links, enumerate(program.models)):
-        ends, buckets = (link.source, link.target), list(model.buckets)
-        last = max((place for place, bucket in enumerate(buckets) if bucket.rate_per_s > 0), default=0)
-        buckets[last] = replace(buckets[last], barred=buckets[last].barred | pairs - {ends})
+        regions_of_link, buckets = (link.source, link.target), list(model.buckets)
+        longest = max(
+            (bucket_index for bucket_index, bucket in enumerate(buckets) if bucket.rate_per_s > 0), default=0
+        )
+        buckets[longest] = replace(
+            buckets[longest], barred=buckets[longest].barred | pairs - {regions_of_link}
+        )
         models = (*program.models[:m], replace(model, buckets=tuple(buckets)), *program.models[m + 1 :])
-        there, limit_s = replace(program, models=models), settings.time_limit_s
-        answer = solve(there, time_limit_s=limit_s, clock=settings.clock, in_part=False)
-        why = "GPUs, the objective, the budget or the link do not allow it"
-        if answer.found:
-            why = f"that costs ${answer.cost_usd_per_h - allocation.cost_usd_per_h:.2f}/h more"
-        way = f"from {regions[ends[0]]} to {regions[ends[1]]}"
-        lines.append(f"nothing crosses: the longest prompts of {model.name} could be sent {way}, but {why}")
+        changed_program, limit_s = replace(program, models=models), settings.time_limit_s
+        allocation_with_crossing = solve(
+            changed_program, time_limit_s=limit_s, clock=settings.clock, in_part=False
+        )
+        result = "is infeasible within the GPUs, the SLO, the budget and the link"
+        if allocation_with_crossing.found:
+            result = f"would cost ${allocation_with_crossing.cost_usd_per_h - allocation.cost_usd_per_h:.2f}/h more"
+        direction = f"from {regions[regions_of_link[0]]} to {regions[regions_of_link[1]]}"
+        lines.append(
+            f"no requests cross a link: sending the longest prompts of {model.name} {direction} {result}"
+        )
     return tuple(lines)
 
 
-def _changes(demand: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
-    for term, words in demand.terms.asked.items():
-        yield term, words, replace(demand, terms=demand.terms.without(term))
+def _without_each_term(demand: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
+    """(term, description, the demand without it) for all terms, class objectives and user locations."""
+    for term, description in demand.terms.asked.items():
+        yield term, description, replace(demand, terms=demand.terms.without(term))
     for class_demand in demand.classes:
-        if (left := demand.without_class(class_demand.name)).slo != demand.slo:
-            yield "class", f"what class {class_demand.name} was promised", left
+        if (changed_demand := demand.without_class(class_demand.name)).slo != demand.slo:
+            yield "class", f"SLO of class {class_demand.name}", changed_demand
     if demand.origins:
-        places = ", ".join(f"{origin.share:.0%} {origin.name}" for origin in demand.origins)
-        yield "origins", f"users have places: {places}", replace(demand, origins=())
+        origins = ", ".join(f"{origin.share:.0%} {origin.name}" for origin in demand.origins)
+        yield "origins", f"user locations: {origins}", replace(demand, origins=())
 
 
-def _with(problem: PlanningProblem, demand: ModelDemand) -> PlanningProblem:
+def _replace_demand(problem: PlanningProblem, demand: ModelDemand) -> PlanningProblem:
     return replace(
         problem,
         demands=tuple(
@@ -148,47 +170,48 @@ def _with(problem: PlanningProblem, demand: ModelDemand) -> PlanningProblem:
 
 
 def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
-    """Models with spot nodes, how often these go, and what is left without them."""
+    """The dependence on spot nodes of each model that has some."""
     offers, risks = offers_of(problem), []
-    cells = [cell for _, item in domains(problem)["spot"] for cell in item]
+    cells = [cell for _, named_domains in domains(problem)["spot"] for cell in named_domains]
     for demand in problem.demands if cells else ():
-        copies, nodes, spot, often = _copies(plan, demand.name), 0, 0, 0.0
+        copies, nodes, spot_nodes, preemptions_per_h = _copies(plan, demand.name), 0, 0, 0.0
         for deployment in plan.deployments:
             template = plan.template(deployment.template)
             for node_count in template.nodes if template.model == demand.name else ():
-                held, offer = (
+                count, offer = (
                     node_count.count * deployment.count,
                     offers.get((deployment.region, node_count.node)),
                 )
-                nodes += held
+                nodes += count
                 if offer is not None and offer.spot:
-                    spot += held
-                    often += held * offer.preemptions_per_h
-        if spot:
-            left = served_share(problem, plan, demand, copies_without(plan, copies, cells))
-            risks.append(SpotRisk(demand.name, spot, nodes, often, left))
+                    spot_nodes += count
+                    preemptions_per_h += count * offer.preemptions_per_h
+        if spot_nodes:
+            served_without = served_share(problem, plan, demand, copies_without(plan, copies, cells))
+            risks.append(SpotRisk(demand.name, spot_nodes, nodes, preemptions_per_h, served_without))
     return tuple(risks)
 
 
 def _copies(plan: Plan, model: str) -> dict[tuple[str, str], int]:
-    mine = (d for d in plan.deployments if plan.template(d.template).model == model)
-    return {(deployment.template, deployment.region): deployment.count for deployment in mine}
+    """(template, region) to the number of copies of a model."""
+    deployments = (d for d in plan.deployments if plan.template(d.template).model == model)
+    return {(deployment.template, deployment.region): deployment.count for deployment in deployments}
 
 
 def single_copies(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str], ...]:
-    """(model, copy) of those without which nothing at all is served of a model."""
+    """(model, copy) for each copy without which none of the model's demand can be served."""
     result = []
     for demand in problem.demands:
         copies = _copies(plan, demand.name) if demand.rate_per_s > 0 else {}
         for (template, region), count in copies.items():
-            left = {key: n for key, n in copies.items() if key != (template, region)}
-            if count == 1 and served_share(problem, plan, demand, left) < NOUGHT:
+            remaining = {key: n for key, n in copies.items() if key != (template, region)}
+            if count == 1 and served_share(problem, plan, demand, remaining) < SHARE_TOLERANCE:
                 result.append((demand.name, f"{template.split(': ', 1)[-1]} in {region}"))
     return tuple(result)
 
 
 def risk_lines(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str], ...]:
-    """(model, what it depends on, in words): spot nodes, and copies that it has one of."""
+    """(model, sentence) for dependence on spot nodes and for single points of failure."""
     lines = []
     for risk in spot_risks(problem, plan):
         often = "no preemptions expected"
@@ -203,110 +226,120 @@ def risk_lines(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str], .
 
 
 def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[float, float]]) -> Plan:
-    """The plan with what will be: all that its copies could do, and models' TTFT and TPOT as simulations had them."""
+    """The plan with predictions of full capacity, and with TTFT and TPOT from simulation where `seen_s` has them."""
     predictions = []
     for prediction in plan.predictions:
         demand = problem.ask(prediction.model)
         if demand is not None and demand.rate_per_s > 0 and prediction.capacity_per_s > 0:
-            more = capacity_per_s(problem, plan, demand) / prediction.capacity_per_s
-            served = plan.fraction_of(demand.name)
+            capacity_ratio = capacity_per_s(problem, plan, demand) / prediction.capacity_per_s
+            served_fraction = plan.fraction_of(demand.name)
             prediction = replace(
                 prediction,
-                prompt_tokens_per_s=served
+                prompt_tokens_per_s=served_fraction
                 * sum(bucket.rate_per_s * bucket.input_tokens for bucket in demand.buckets),
-                answer_tokens_per_s=served
+                answer_tokens_per_s=served_fraction
                 * sum(bucket.rate_per_s * bucket.output_tokens for bucket in demand.buckets),
-                capacity_per_s=prediction.capacity_per_s * more,
-                slowest_per_s=prediction.slowest_per_s * more,
-                fastest_per_s=prediction.fastest_per_s * more,
+                capacity_per_s=prediction.capacity_per_s * capacity_ratio,
+                slowest_per_s=prediction.slowest_per_s * capacity_ratio,
+                fastest_per_s=prediction.fastest_per_s * capacity_ratio,
             )
-        if (times_s := seen_s.get(prediction.model)) is not None:
-            prediction = replace(prediction, ttft_s=times_s[0], tpot_s=times_s[1], simulated=True)
+        if (simulated_s := seen_s.get(prediction.model)) is not None:
+            prediction = replace(prediction, ttft_s=simulated_s[0], tpot_s=simulated_s[1], simulated=True)
         predictions.append(prediction)
     return replace(plan, predictions=tuple(predictions))
 
 
-BAR_DEVIATIONS, DOUBT = 2 * NormalDist().inv_cdf(0.9), 0.2
-"""What a bar of 80 % spans, and how likely the dearer of two is the cheaper one before they count as alike."""
-NOUGHT = 1e-6
-ASKING_SHARE = 0.5  # Of the time limit, for all questions about what else there was.
+INTERVAL_DEVIATIONS = 2 * NormalDist().inv_cdf(0.9)  # Width of an 80 % interval in standard deviations.
+MAX_REVERSAL_PROBABILITY = 0.2
+"""Probability that the dearer of two plans is in truth cheaper, above which the order is reported as uncertain."""
+SHARE_TOLERANCE = 1e-6
+WHAT_IF_TIME_SHARE = 0.5  # Share of the time limit for all what-if plans together.
 
 
 Answer = Literal["costs", "not enough", "not known", "not asked"]
-"""What planning again with a change said: what it costs, that the demand cannot be met, or nothing in time."""
-SURE_GAP = 0.01  # A plan that may be dearer than need be by more says nothing of what a change costs.
+"""Result of planning again with a change: its cost, that the demand cannot be met, or no result in time."""
+MAX_COMPARABLE_GAP = 0.01  # Costs of plans with a larger gap are not compared.
 
 
 @dataclass(frozen=True, slots=True)
 class NodeValue:
+    """What one node more or less of a type in a region changes."""
+
     region: str
     node: str
     rented: int
     available: int
     price_usd_per_h: float
-    one_more: Answer  # Asked where all that there are may be wanted.
+    one_more: Answer  # Planned where all available nodes may be wanted.
     one_more_usd_per_h: float | None
-    """What a plan costs less with one more of them on offer; None where that is not known."""
+    """Saving with one more of them available; None where unknown."""
     one_fewer: Answer
     one_fewer_usd_per_h: float | None
-    """What a plan costs more with one fewer on offer than is rented; None where none serves all, or none is known."""
-    unknown: str = ""  # Why an answer is not known, where that is not for want of time.
+    """Extra cost with one fewer than rented; None where no plan serves all demand, or the cost is unknown."""
+    unknown: str = ""  # Reason why a result is unknown, unless it is lack of time.
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReason:
+    """What serves a model, and the cost of its next best plan."""
+
     model: str
     served_by: tuple[str, ...]
     usd_per_million_tokens: float
-    without: tuple[str, ...]  # The node types of the template that serves the most of it.
+    without: tuple[str, ...]  # Node types of its main template, which the next best plan avoids.
     next_best_usd_per_h: float | None
-    """Extra cost of the best plan that keeps this model off them; None where none serves all, or none is known."""
+    """Extra cost of the best plan without them; None where no plan serves all demand, or the cost is unknown."""
     next_best: tuple[str, ...]
     answer: Answer = "not asked"
     unsure: str = ""
-    """Where errors of predictions leave open which of both is cheaper: that, and what would decide it."""
-    unknown: str = ""  # Why the answer is not known, where that is not for want of time.
+    """Where prediction errors leave open which plan is cheaper: a sentence with the measurement that would decide."""
+    unknown: str = ""  # Reason why the result is unknown, unless it is lack of time.
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
+    """All explanations of one plan."""
+
     models: tuple[ModelReason, ...]
     nodes: tuple[NodeValue, ...]
     terms: tuple[TermPrice, ...] = ()
     formats: tuple[FormatPrice, ...] = ()
-    """What it would cost in each combination of formats, where there was a choice."""
+    """Cost in each combination of weight formats, where the spec allows several."""
     engine: EngineCost | None = None
-    """What the limits of the engine cost, where they may leave something out."""
-    crossings: tuple[str, ...] = ()  # Why a plan of `prfaas` has no use for links.
+    """Cost of the engine's limits, where they may exclude templates."""
+    crossings: tuple[str, ...] = ()  # Why a `prfaas` plan uses no links.
     on_averages: bool = False
-    """Whether costs of changes are between plans on averages, as the plan itself was chosen by more than that."""
+    """Whether costs of changes are relative to the cheapest plan for mean traffic, not to the simulated plan."""
 
 
 def explain(
     factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> Explanation:
-    """Reasons for every model and every node type that is rented or scarce; all in half of the time limit.
+    """Explain every model and every node type that is rented or scarce, within half of the time limit.
 
-    Changes are compared with what the same planner makes of the problem as it is. Where the plan is another one, as
-    cheaper ones missed in a rehearsal, it is asked for that first.
+    Changes are compared with the planner's own plan for the unchanged problem. Where the given plan is another one,
+    because cheaper ones missed their SLOs in simulation, that base plan is made first.
     """
     factory = factory.with_formats_of(outcome.plan)
     problem, plan = factory.problem, outcome.plan
-    questions = len(problem.demands) + 2 * sum(1 for count in plan.nodes.values() if count) + 1
-    each_s = settings.time_limit_s * ASKING_SHARE / questions
-    known = (plan, *outcome.alternatives)  # where they are plans of the changed problem too
-    settings = replace(settings, time_limit_s=each_s, start_s=None, start_plans=known, what_if=True)
-    base_outcome, same = outcome, outcome.allocation.rent_usd_per_h
-    if plan.fraction >= 1 and abs(plan.cost_usd_per_h - same) > 1e-6 * max(plan.cost_usd_per_h, 1e-9):
-        again = _planned(planner, factory, settings)
+    plan_count = len(problem.demands) + 2 * sum(1 for count in plan.nodes.values() if count) + 1
+    each_s = settings.time_limit_s * WHAT_IF_TIME_SHARE / plan_count
+    start_plans = (plan, *outcome.alternatives)  # Used where they are feasible for the changed problem too.
+    settings = replace(settings, time_limit_s=each_s, start_s=None, start_plans=start_plans, what_if=True)
+    base_outcome, allocation_rent = outcome, outcome.allocation.rent_usd_per_h
+    if plan.fraction >= 1 and abs(plan.cost_usd_per_h - allocation_rent) > 1e-6 * max(
+        plan.cost_usd_per_h, 1e-9
+    ):
+        replanned = _try_planning(planner, factory, settings)
         base_outcome, planner = (
-            (outcome, _failing(again)) if isinstance(again, Unanswered) else (again, planner)
+            (outcome, _failing(replanned)) if isinstance(replanned, FailedPlan) else (replanned, planner)
         )
     return Explanation(
         tuple(
-            _model(factory, plan, base_outcome, planner, settings, demand.name) for demand in problem.demands
+            _explain_model(factory, plan, base_outcome, planner, settings, demand.name)
+            for demand in problem.demands
         ),
-        tuple(_nodes(factory, plan, base_outcome, planner, settings)),
+        tuple(_explain_nodes(factory, plan, base_outcome, planner, settings)),
         (
             *order_price(base_outcome),
             *term_prices(factory, base_outcome, planner, replace(settings, what_if=plan.fraction >= 1)),
@@ -318,22 +351,24 @@ def explain(
 
 
 @dataclass(frozen=True, slots=True)
-class Unanswered:
-    """A question that planning again does not answer, and why."""
+class FailedPlan:
+    """The error of a what-if plan."""
 
     reason: str
 
 
-def _planned(planner: Planner, factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome | Unanswered:
-    """The plan of a changed problem. A failure concerns this question alone: the plan itself was made before."""
+def _try_planning(
+    planner: Planner, factory: TemplateFactory, settings: SolveSettings
+) -> PlanOutcome | FailedPlan:
+    """The plan of a changed problem, or its error, which must not fail the explanation as a whole."""
     try:
         return planner(factory, settings)
     except PotluckError as error:
-        return Unanswered(str(error))
+        return FailedPlan(str(error))
 
 
-def _failing(unanswered: Unanswered) -> Planner:
-    """A planner for questions that have nothing to be compared with."""
+def _failing(unanswered: FailedPlan) -> Planner:
+    """A planner that always fails, for when there is no base plan to compare with."""
 
     def planner(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         raise CapacityError(unanswered.reason)
@@ -342,36 +377,36 @@ def _failing(unanswered: Unanswered) -> Planner:
 
 
 def _pinned_nodes(plan: Plan, settings: SolveSettings) -> dict[tuple[str, str], int]:
-    """(region, node type) to how many the pinned copies need."""
+    """(region, node type) to the number of nodes that the pinned copies need."""
     known = {template.name for template in plan.templates}
     pinned = tuple(deployment for deployment in settings.pins if deployment.template in known)
     return replace(plan, deployments=pinned).nodes
 
 
-def _change(base_outcome: PlanOutcome, other_outcome: PlanOutcome) -> tuple[Answer, float | None]:
-    """What the plan of a changed problem costs more."""
+def _extra_cost(base_outcome: PlanOutcome, other_outcome: PlanOutcome) -> tuple[Answer, float | None]:
+    """(status, extra cost in USD/h) of the plan of a changed problem."""
     if other_outcome.allocation.status == "infeasible":
         return "not enough", None
     if (
         min(base_outcome.plan.fraction, other_outcome.plan.fraction) < 1
-        or max(base_outcome.plan.gap, other_outcome.plan.gap) > SURE_GAP
+        or max(base_outcome.plan.gap, other_outcome.plan.gap) > MAX_COMPARABLE_GAP
     ):
         return "not known", None
     return "costs", other_outcome.plan.total_usd_per_h - base_outcome.plan.total_usd_per_h
 
 
 def describe(plan: Plan, model: str) -> tuple[str, ...]:
-    """`3 x prefill 4xL40S tp1 in us-east`, busiest first."""
+    """Deployments of a model such as `3 x prefill 4xL40S tp1 in us-east`, most copies first."""
     result = []
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
         if template.model == model:
-            short = template.name.split(": ", 1)[-1]
-            result.append((-deployment.count, f"{deployment.count} x {short} in {deployment.region}"))
+            template_name = template.name.split(": ", 1)[-1]
+            result.append((-deployment.count, f"{deployment.count} x {template_name} in {deployment.region}"))
     return tuple(text for _, text in sorted(result))
 
 
-def _model(
+def _explain_model(
     factory: TemplateFactory,
     plan: Plan,
     base_outcome: PlanOutcome,
@@ -379,32 +414,44 @@ def _model(
     settings: SolveSettings,
     model: str,
 ) -> ModelReason:
-    main = _main(plan, model)
-    barred = () if main is None else tuple(node_count.node for node_count in main.nodes)
-    # With less on offer no more is served: where that falls short already, there is nothing to ask.
-    ask = bool(barred) and plan.fraction >= 1
-    reason = (model, describe(plan, model), usd_per_million_tokens(factory.problem, plan, model), barred)
-    pinned = sorted({node for _, node in _pinned_nodes(plan.of_models([model]), settings)} & set(barred))
-    other_outcome: PlanOutcome | Unanswered | None = None
-    if ask and pinned:
-        other_outcome = Unanswered(f"pinned copies need {', '.join(pinned)}")
-    elif ask:
-        other_outcome = _without_nodes(factory, planner, settings, model, barred)
-    if isinstance(other_outcome, Unanswered):
-        return ModelReason(*reason, None, (), "not known", unknown=other_outcome.reason)
-    answer, extra = ("not asked", None) if other_outcome is None else _change(base_outcome, other_outcome)
+    """The explanation of one model, with the next best plan that avoids its main node types."""
+    main_template = _main_template(plan, model)
+    excluded_nodes = (
+        () if main_template is None else tuple(node_count.node for node_count in main_template.nodes)
+    )
+    # A plan that falls short already serves no more with fewer nodes.
+    is_planned = bool(excluded_nodes) and plan.fraction >= 1
+    common_fields = (
+        model,
+        describe(plan, model),
+        usd_per_million_tokens(factory.problem, plan, model),
+        excluded_nodes,
+    )
+    pinned_nodes = sorted(
+        {node for _, node in _pinned_nodes(plan.of_models([model]), settings)} & set(excluded_nodes)
+    )
+    other_outcome: PlanOutcome | FailedPlan | None = None
+    if is_planned and pinned_nodes:
+        other_outcome = FailedPlan(f"pinned copies need {', '.join(pinned_nodes)}")
+    elif is_planned:
+        other_outcome = _without_nodes(factory, planner, settings, model, excluded_nodes)
+    if isinstance(other_outcome, FailedPlan):
+        return ModelReason(*common_fields, None, (), "not known", unknown=other_outcome.reason)
+    answer, extra_usd = (
+        ("not asked", None) if other_outcome is None else _extra_cost(base_outcome, other_outcome)
+    )
     return ModelReason(
-        *reason,
-        extra,
-        () if other_outcome is None or extra is None else describe(other_outcome.plan, model),
+        *common_fields,
+        extra_usd,
+        () if other_outcome is None or extra_usd is None else describe(other_outcome.plan, model),
         answer,
         ""
-        if other_outcome is None or extra is None
-        else _unsure(factory.problem, model, base_outcome.plan, other_outcome.plan),
+        if other_outcome is None or extra_usd is None
+        else _uncertain_order(factory.problem, model, base_outcome.plan, other_outcome.plan),
     )
 
 
-def _main(plan: Plan, model: str) -> Template | None:
+def _main_template(plan: Plan, model: str) -> Template | None:
     """The template that serves the most of a model."""
     rates: dict[str, float] = {}
     for share in plan.shares:
@@ -413,34 +460,37 @@ def _main(plan: Plan, model: str) -> Template | None:
     return plan.template(max(rates, key=lambda name: rates[name])) if rates else None
 
 
-def _unsure(problem: PlanningProblem, model: str, *plans: Plan) -> str:
-    """What of two plans cannot be told by their bars, which are taken to be normal and to err apart.
+def _uncertain_order(problem: PlanningProblem, model: str, *plans: Plan) -> str:
+    """A sentence when the cost intervals of two plans leave their order uncertain; else empty.
 
-    The GPU with the wider bar is the one to measure: that takes the most of the doubt away.
+    Errors are taken as normal and independent. The GPU with the wider interval is the one to measure, as that reduces
+    the uncertainty most.
     """
-    sides = []
+    estimates = []
     for plan in plans:
-        main, cost = _main(plan, model), usd_per_million_tokens(problem, plan, model)
-        bars = [range_of(prediction) for prediction in plan.predictions if prediction.model == model]
-        if main is None or not bars or not cost > 0:
+        main_template, cost = _main_template(plan, model), usd_per_million_tokens(problem, plan, model)
+        intervals = [range_of(prediction) for prediction in plan.predictions if prediction.model == model]
+        if main_template is None or not intervals or not cost > 0:
             return ""
-        place = main.replicas[0].layout.stages[0].nodes[0]
-        dollars = [f"${digits(cost * times)}" for times in (1.0, *bars[0])]
-        text = f"{place.node} ({dollars[0]} a million tokens, {dollars[1]} to {dollars[2]})"
-        deviation = log(bars[0][1] / bars[0][0]) / BAR_DEVIATIONS
-        sides.append((deviation, log(cost), text, problem.by_name[place.node].gpu.name, place.tp))
-    if sides[0][3:] == sides[1][3:]:
+        node = main_template.replicas[0].layout.stages[0].nodes[0]
+        costs = [f"${digits(cost * times)}" for times in (1.0, *intervals[0])]
+        label = f"{node.node} ({costs[0]} per million tokens, {costs[1]} to {costs[2]})"
+        deviation = log(intervals[0][1] / intervals[0][0]) / INTERVAL_DEVIATIONS
+        estimates.append((deviation, log(cost), label, problem.by_name[node.node].gpu.name, node.tp))
+    if estimates[0][3:] == estimates[1][3:]:
         return ""
-    apart, deviation = sides[1][1] - sides[0][1], hypot(sides[0][0], sides[1][0])
-    if not deviation > 0 or erfc(apart / deviation / 2**0.5) / 2 <= DOUBT:
+    log_ratio, deviation = estimates[1][1] - estimates[0][1], hypot(estimates[0][0], estimates[1][0])
+    if not deviation > 0 or erfc(log_ratio / deviation / 2**0.5) / 2 <= MAX_REVERSAL_PROBABILITY:
         return ""
-    _, _, _, gpu, tp = max(sides)
-    told = f"{sides[0][2]} and {sides[1][2]} cannot be told apart by what is known"
-    return f"{told}; `potluck profile URL --gpu {gpu} --tp {tp}` on such a node would decide most"
+    _, _, _, gpu, tp = max(estimates)
+    order = (
+        f"{estimates[0][2]} and {estimates[1][2]} cost the same within the uncertainty of their predictions"
+    )
+    return f"{order}; `potluck profile URL --gpu {gpu} --tp {tp}` on such a node would reduce the uncertainty most"
 
 
 def usd_per_million_tokens(problem: PlanningProblem, plan: Plan, model: str) -> float:
-    """What the nodes that serve a model cost per million of its tokens."""
+    """A model's cost per million of its prompt and answer tokens."""
     cost = _usd_per_h(problem, plan, model)
     demand = next(demand for demand in problem.demands if demand.name == model)
     tokens_per_h = demand.tokens_per_s * plan.fraction_of(model) * 3600
@@ -448,58 +498,69 @@ def usd_per_million_tokens(problem: PlanningProblem, plan: Plan, model: str) -> 
 
 
 def range_of(prediction: Prediction) -> tuple[float, float]:
-    """(least, most) of what a model's tokens cost, as a share of what is expected: if its replicas are as fast, or as
-    slow, as eight in ten are, so many fewer or more of them do the same.
-    """
-    middle, fast, slow = prediction.capacity_per_s, prediction.fastest_per_s, prediction.slowest_per_s
-    return (middle / fast, middle / slow) if fast > 0 and slow > 0 and middle > 0 else (1.0, 1.0)
+    """80 % interval of a model's cost per token, relative to the expected cost, from the interval of its capacity."""
+    expected_per_s, fastest_per_s, slowest_per_s = (
+        prediction.capacity_per_s,
+        prediction.fastest_per_s,
+        prediction.slowest_per_s,
+    )
+    return (
+        (expected_per_s / fastest_per_s, expected_per_s / slowest_per_s)
+        if fastest_per_s > 0 and slowest_per_s > 0 and expected_per_s > 0
+        else (1.0, 1.0)
+    )
 
 
 def usd_range(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
-    """The same of a whole plan, in USD an hour; models are taken to err alike."""
-    costs = [(_usd_per_h(problem, plan, each.model), range_of(each)) for each in plan.predictions]
+    """80 % interval of a plan's cost in USD/h; the errors of its models are taken as fully correlated."""
+    costs = [
+        (_usd_per_h(problem, plan, prediction.model), range_of(prediction)) for prediction in plan.predictions
+    ]
     return sum(cost * low for cost, (low, _) in costs), sum(cost * high for cost, (_, high) in costs)
 
 
 def tokens_per_usd(problem: PlanningProblem, plan: Plan, model: str) -> tuple[float, float]:
-    """CAUCHY's cost efficiency of a plan: prompt and answer tokens that a dollar buys; 0 where nothing is paid."""
+    """CAUCHY's cost efficiency: (prompt tokens, answer tokens) per USD of a model; 0 where it costs nothing."""
     cost = _usd_per_h(problem, plan, model)
     demand = next(demand for demand in problem.demands if demand.name == model)
-    served = plan.fraction_of(model) * 3600 / cost if cost > 0 else 0.0
-    prompts = sum(bucket.rate_per_s * bucket.input_tokens for bucket in demand.buckets)
-    answers = sum(bucket.rate_per_s * bucket.output_tokens for bucket in demand.buckets)
-    return prompts * served, answers * served
+    served_s_per_usd = plan.fraction_of(model) * 3600 / cost if cost > 0 else 0.0
+    prompt_tokens_per_s = sum(bucket.rate_per_s * bucket.input_tokens for bucket in demand.buckets)
+    answer_tokens_per_s = sum(bucket.rate_per_s * bucket.output_tokens for bucket in demand.buckets)
+    return prompt_tokens_per_s * served_s_per_usd, answer_tokens_per_s * served_s_per_usd
 
 
 def copy_tokens_per_usd(problem: PlanningProblem, plan: Plan, deployment: Deployment) -> tuple[float, float]:
-    """The same of one deployment: tokens of the prompts it computes and of the answers it makes, as planned."""
+    """(prompt tokens, answer tokens) per USD of one deployment, for the phases that it runs."""
     template = plan.template(deployment.template)
-    model_demand = next(
-        model_demand for model_demand in problem.demands if model_demand.name == template.model
-    )
+    demand = next(demand for demand in problem.demands if demand.name == template.model)
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     cost = sum(prices[deployment.region, n.node] * n.count for n in template.nodes) * deployment.count
-    prompts = answers = 0.0
+    prompt_tokens_per_s = answer_tokens_per_s = 0.0
     for share in plan.shares:
         if (share.template, share.region) == (deployment.template, deployment.region):
-            demand = model_demand.buckets[share.bucket]
-            prompts += share.rate_per_s * demand.input_tokens * (share.phase != "decode")
-            answers += share.rate_per_s * demand.output_tokens * (share.phase != "prefill")
-    return (prompts * 3600 / cost, answers * 3600 / cost) if cost > 0 else (0.0, 0.0)
+            bucket = demand.buckets[share.bucket]
+            prompt_tokens_per_s += share.rate_per_s * bucket.input_tokens * (share.phase != "decode")
+            answer_tokens_per_s += share.rate_per_s * bucket.output_tokens * (share.phase != "prefill")
+    return (prompt_tokens_per_s * 3600 / cost, answer_tokens_per_s * 3600 / cost) if cost > 0 else (0.0, 0.0)
 
 
 def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
     """Prompt and answer tokens per dollar: of the whole plan, of each model and of each deployment."""
-    models = {each.model: tokens_per_usd(problem, plan, each.model) for each in plan.predictions}
-    served = 3600 / plan.total_usd_per_h if plan.total_usd_per_h > 0 else 0.0
+    models = {
+        prediction.model: tokens_per_usd(problem, plan, prediction.model) for prediction in plan.predictions
+    }
+    served_s_per_usd = 3600 / plan.total_usd_per_h if plan.total_usd_per_h > 0 else 0.0
     shares = [
         (bucket, plan.fraction_of(demand.name)) for demand in problem.demands for bucket in demand.buckets
     ]
-    prompts = sum(d.rate_per_s * d.input_tokens * share for d, share in shares)
-    answers = sum(d.rate_per_s * d.output_tokens * share for d, share in shares)
+    prompt_tokens_per_s = sum(d.rate_per_s * d.input_tokens * share for d, share in shares)
+    answer_tokens_per_s = sum(d.rate_per_s * d.output_tokens * share for d, share in shares)
     copies = [(deployment, copy_tokens_per_usd(problem, plan, deployment)) for deployment in plan.deployments]
     return {
-        "plan": {"prompt": prompts * served, "answer": answers * served},
+        "plan": {
+            "prompt": prompt_tokens_per_s * served_s_per_usd,
+            "answer": answer_tokens_per_s * served_s_per_usd,
+        },
         "models": {name: {"prompt": item[0], "answer": item[1]} for name, item in models.items()},
         "deployments": [
             {"template": d.template, "region": d.region, "prompt": item[0], "answer": item[1]}
@@ -509,38 +570,42 @@ def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
 
 
 def _usd_per_h(problem: PlanningProblem, plan: Plan, model: str) -> float:
-    """A model's part of all that is paid, by the prices of its nodes: of reserved nodes and charges each has some."""
+    """A model's part of the plan's total cost, in proportion to the list prices of its nodes."""
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     rents: dict[str, float] = {}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        copy = sum(prices[deployment.region, n.node] * n.count for n in template.nodes)
-        rents[template.model] = rents.get(template.model, 0.0) + copy * deployment.count
-    whole = sum(rents.values())
-    return plan.total_usd_per_h * rents.get(model, 0.0) / whole if whole > 0 else 0.0
+        copy_usd_per_h = sum(prices[deployment.region, n.node] * n.count for n in template.nodes)
+        rents[template.model] = rents.get(template.model, 0.0) + copy_usd_per_h * deployment.count
+    total_rent = sum(rents.values())
+    return plan.total_usd_per_h * rents.get(model, 0.0) / total_rent if total_rent > 0 else 0.0
 
 
 def _without_nodes(
     factory: TemplateFactory, planner: Planner, settings: SolveSettings, model: str, barred: tuple[str, ...]
-) -> PlanOutcome | Unanswered:
+) -> PlanOutcome | FailedPlan:
+    """The plan in which a model uses none of these node types."""
     problem = factory.problem
     demands = tuple(
-        _off(problem, demand, barred) if demand.name == model else demand for demand in problem.demands
+        _barred_from(problem, demand, barred) if demand.name == model else demand
+        for demand in problem.demands
     )
-    return _planned(planner, replace(factory, problem=replace(problem, demands=demands)), settings)
+    return _try_planning(planner, replace(factory, problem=replace(problem, demands=demands)), settings)
 
 
-def _off(problem: PlanningProblem, demand: ModelDemand, barred: tuple[str, ...]) -> ModelDemand:
+def _barred_from(problem: PlanningProblem, demand: ModelDemand, barred: tuple[str, ...]) -> ModelDemand:
+    """The demand with a term that excludes these node types."""
     allowed = (
         demand.terms.nodes if demand.terms.nodes is not None else tuple(node.name for node in problem.nodes)
     )
-    left = tuple(name for name in allowed if name not in barred)
-    return replace(demand, terms=replace(demand.terms, nodes=left))
+    remaining = tuple(name for name in allowed if name not in barred)
+    return replace(demand, terms=replace(demand.terms, nodes=remaining))
 
 
-def _nodes(
+def _explain_nodes(
     factory: TemplateFactory, plan: Plan, base_outcome: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> list[NodeValue]:
+    """The value of one node more and less, for each node type that is rented or has a shadow price."""
     problem = factory.problem
     node_supply, rented, pinned = (
         base_outcome.columns.program.fleet,
@@ -548,61 +613,66 @@ def _nodes(
         _pinned_nodes(plan, settings),
     )
 
-    def changed(region: str, node: str, available: int) -> tuple[Answer, float | None, str]:
-        if available < (least := pinned.get((region, node), 0)):
-            return "not known", None, f"pinned copies need {least} {node} in {region}"
-        there = without_nodes(problem, region, node, available)
+    def plan_with(region: str, node: str, available: int) -> tuple[Answer, float | None, str]:
+        if available < (pinned_count := pinned.get((region, node), 0)):
+            return "not known", None, f"pinned copies need {pinned_count} {node} in {region}"
+        changed_problem = without_nodes(problem, region, node, available)
         known = TemplateFactory(
-            there,
+            changed_problem,
             factory.templates_by_kind,
             rate_caches=factory.rate_caches,
             relaxation_columns=factory.relaxation_columns,
         )
-        other_outcome = _planned(planner, known, settings)
+        other_outcome = _try_planning(planner, known, settings)
         return (
             ("not known", None, other_outcome.reason)
-            if isinstance(other_outcome, Unanswered)
-            else (*_change(base_outcome, other_outcome), "")
+            if isinstance(other_outcome, FailedPlan)
+            else (*_extra_cost(base_outcome, other_outcome), "")
         )
 
     node_values = []
     for row, region in enumerate(problem.regions):
         for offer in region.offers:
-            shadow = float(
+            shadow_price = float(
                 base_outcome.allocation.node_prices_usd_per_h[row, node_supply.nodes.index(offer.node)]
             )
             count = rented.get((region.name, offer.node), 0)
-            if not count and shadow <= 1e-9:
+            if not count and shadow_price <= 1e-9:
                 continue
-            more: tuple[Answer, float | None] = ("not asked", None)
-            fewer, unknown = more, ""
-            if plan.fraction >= 1 and problem.pool is None and (count == offer.available or shadow > 1e-9):
-                answer, extra, unknown = changed(region.name, offer.node, offer.available + 1)
-                more = (answer, None if extra is None else -extra)
+            one_more: tuple[Answer, float | None] = ("not asked", None)
+            one_fewer, unknown = one_more, ""
+            if (
+                plan.fraction >= 1
+                and problem.pool is None
+                and (count == offer.available or shadow_price > 1e-9)
+            ):
+                answer, extra_usd, unknown = plan_with(region.name, offer.node, offer.available + 1)
+                one_more = (answer, None if extra_usd is None else -extra_usd)
             if count and plan.fraction >= 1:
                 if _last_node(problem, offer, count):
-                    fewer = ("not enough", None)
+                    one_fewer = ("not enough", None)
                 else:
-                    answer, extra, why = changed(region.name, offer.node, count - 1)
-                    fewer = (answer, extra)
-                    unknown = "; ".join(dict.fromkeys(filter(None, (unknown, why))))
+                    answer, extra_usd, reason = plan_with(region.name, offer.node, count - 1)
+                    one_fewer = (answer, extra_usd)
+                    unknown = "; ".join(dict.fromkeys(filter(None, (unknown, reason))))
             known = (offer.node, count, offer.available, offer.price_usd_per_h)
-            node_values.append(NodeValue(region.name, *known, *more, *fewer, unknown))
+            node_values.append(NodeValue(region.name, *known, *one_more, *one_fewer, unknown))
     return node_values
 
 
 def _last_node(problem: PlanningProblem, offer: NodeOffer, rented: int) -> bool:
-    """Whether nothing at all would be left on offer with one fewer than is rented of this one."""
-    others = sum(each.available for region in problem.regions for each in region.offers if each is not offer)
+    """Whether this is the only node on offer."""
+    others = sum(o.available for region in problem.regions for o in region.offers if o is not offer)
     return rented == 1 and others == 0
 
 
 def why_not(problem: PlanningProblem, model: str) -> str:
+    """A sentence on why no single node serves a model: memory, or the fastest TTFT and TPOT against the SLO."""
     demand = next(model_demand for model_demand in problem.demands if model_demand.name == model)
-    fastest: list[tuple[float, float]] = []
+    latencies: list[tuple[float, float]] = []
     for node in problem.offered:
-        most = min(node.gpus, problem.engine.most_tensor or node.gpus)
-        for tp in (d for d in range(most, 0, -1) if node.gpus % d == 0):
+        max_tp = min(node.gpus, problem.engine.most_tensor or node.gpus)
+        for tp in (degree for degree in range(max_tp, 0, -1) if node.gpus % degree == 0):
             layout = single(node.name, tp, demand.model.layer_count)
             try:
                 check_tp(demand.model, node, tp)
@@ -611,116 +681,120 @@ def why_not(problem: PlanningProblem, model: str) -> str:
             if fits(demand, layout, problem.by_name):
                 timer = layout_timer(demand, layout, problem.by_name)
                 prompt, context = demand.buckets[0].new_tokens, float(demand.buckets[0].input_tokens)
-                alone = float(prefill_s(timer, prompt)[0]), float(decode_step_s(timer, 1.0, context)[0])
-                fastest.append(alone)
+                idle_latencies = (
+                    float(prefill_s(timer, prompt)[0]),
+                    float(decode_step_s(timer, 1.0, context)[0]),
+                )
+                latencies.append(idle_latencies)
                 break
-    if not fastest:
+    if not latencies:
         return f"{model}: {_fits_nowhere(problem, demand)}"
-    ttft_s, tpot_s = min(item[0] for item in fastest), min(item[1] for item in fastest)
-    wanted = f"TTFT {demand.slo.ttft_s * 1e3:.4g} ms, TPOT {demand.slo.tpot_s * 1e3:.4g} ms"
+    ttft_s, tpot_s = min(item[0] for item in latencies), min(item[1] for item in latencies)
+    objective = f"TTFT {demand.slo.ttft_s * 1e3:.4g} ms, TPOT {demand.slo.tpot_s * 1e3:.4g} ms"
     if demand.slo.e2e_s is not None:
-        wanted += f", E2E {demand.slo.e2e_s * 1e3:.4g} ms"
-    wait, kept = wait_factor(problem.headroom), f"{HANDOVER_SHARE:.0%} of TTFT kept for handing KV over"
-    waiting = f"{ttft_s * wait * 1e3:.4g} ms with others before it, as busy as planned, {kept}"
-    best = (
-        f"{ttft_s * 1e3:.4g} ms to prefill its shortest prompts ({waiting}) and {tpot_s * 1e3:.4g} ms a token"
-    )
-    reach = f"is out of reach; the fastest node alone takes {best}; allow more, or offer faster nodes"
-    return f"{model}: its objective ({wanted}) {reach}"
+        objective += f", E2E {demand.slo.e2e_s * 1e3:.4g} ms"
+    wait, reserved = wait_factor(problem.headroom), f"{HANDOVER_SHARE:.0%} of TTFT reserved for KV transfer"
+    with_queueing = f"{ttft_s * wait * 1e3:.4g} ms at planned utilization, {reserved}"
+    prefill = f"{ttft_s * 1e3:.4g} ms to prefill its shortest prompts ({with_queueing})"
+    fastest = f"{prefill} and {tpot_s * 1e3:.4g} ms per token"
+    conclusion = f"cannot be met; the fastest idle node takes {fastest}; relax the SLO, or offer faster nodes"
+    return f"{model}: its SLO ({objective}) {conclusion}"
 
 
 def _fits_nowhere(problem: PlanningProblem, demand: ModelDemand) -> str:
+    """A sentence on why a model's weights fit nowhere, with a better engine where there is one."""
     engine, layers = problem.engine, demand.model.layer_count
-    line = "its weights with one prompt fit on no node on offer"
+    reason = "its weights and the KV of one prompt fit on no node on offer"
     if engine.pipelines:
-        line += ", nor on a pipeline of them within the objective"
+        reason += ", nor on a pipeline of nodes within its SLO"
     if engine == UNLIMITED:
-        return line
-    line += f", as {engine.title} runs it"
-    sharded = any(
+        return reason
+    reason += f" with {engine.title}"
+    fits_sharded = any(
         fits(demand, single(node.name, largest_tp(demand.model, node), layers), problem.by_name)
         for node in problem.offered
     )
-    if engine.most_tensor is not None and sharded:
-        line += "; `engine: vllm` shards it over the GPUs of a node"
+    if engine.most_tensor is not None and fits_sharded:
+        reason += "; `engine: vllm` shards it over the GPUs of a node"
     elif not engine.pipelines:
-        line += "; `engine: vllm` has pipelines"
-    return line
+        reason += "; `engine: vllm` has pipelines"
+    return reason
 
 
-TRIES = 3
+MAX_RETRIES = 3  # Plans without the demands that no template serves.
 
 
 def planned_rest(
     planner: Planner, factory: TemplateFactory, settings: SolveSettings
 ) -> tuple[TemplateFactory, PlanOutcome, tuple[str, ...]]:
-    """(the workshop with what is planned for, its plan, a line for everything that was left out)."""
+    """(factory of the demand that is planned, its plan, a note for each part of the demand that was left out)."""
     problem, notes = within_context(factory.problem)
     factory = replace(factory, problem=problem)
     outcome = planner(factory, settings)
-    for _ in range(TRIES):
+    for _ in range(MAX_RETRIES):
         shortfall = outcome.allocation.shortfall
         if shortfall is None or not shortfall.unserved or outcome.plan.fraction > 0:
             break
-        rest, more = without_demands(factory.problem, shortfall.unserved)
-        if not any(demand.rate_per_s > 0 for demand in rest.demands):
+        remaining_problem, more_notes = without_demands(factory.problem, shortfall.unserved)
+        if not any(demand.rate_per_s > 0 for demand in remaining_problem.demands):
             break
-        notes += more
-        factory = replace(factory, problem=rest)
+        notes += more_notes
+        factory = replace(factory, problem=remaining_problem)
         outcome = planner(factory, settings)
     return factory, outcome, notes
 
 
 def within_context(problem: PlanningProblem) -> tuple[PlanningProblem, tuple[str, ...]]:
-    """Without requests that are longer than their model's context: every engine refuses them."""
+    """The problem without requests that exceed their model's context window, with a note for each model."""
 
     def too_long(model_demand: ModelDemand, demand: BucketDemand) -> bool:
         return demand.input_tokens + demand.output_tokens > model_demand.model.max_context_tokens
 
-    rest = _left_out(problem, too_long)
+    remaining_problem = _without_buckets(problem, too_long)
     notes = []
-    for previous_demand, next_demand in zip(problem.demands, rest.demands, strict=True):
-        if share := _share(previous_demand, next_demand):
+    for previous_demand, next_demand in zip(problem.demands, remaining_problem.demands, strict=True):
+        if percent := _percent_removed(previous_demand, next_demand):
             limit = f"{previous_demand.model.max_context_tokens:,} tokens"
             notes.append(
-                f"{previous_demand.name}: {share:.2g} % of its requests are longer than its context of {limit}; "
-                "they are left out of the plan, and refused when they come"
+                f"{previous_demand.name}: {percent:.2g} % of its requests exceed its context window of {limit}; "
+                "they are left out of the plan, and engines reject them"
             )
-    return rest, tuple(notes)
+    return remaining_problem, tuple(notes)
 
 
 def without_demands(
     problem: PlanningProblem, unserved: Collection[str]
 ) -> tuple[PlanningProblem, tuple[str, ...]]:
-    """Without the demands of these names, as `Shortfall.unserved` has them."""
+    """The problem without the demands named in `Shortfall.unserved`, with a note for each model."""
 
-    def named(model_demand: ModelDemand, demand: BucketDemand) -> bool:
+    def is_unserved(model_demand: ModelDemand, demand: BucketDemand) -> bool:
         return f"{model_demand.name}/{model_demand.name} up to {demand.longest_tokens} tokens" in unserved
 
-    rest = _left_out(problem, named)
+    remaining_problem = _without_buckets(problem, is_unserved)
     notes = []
-    for previous_demand, next_demand in zip(problem.demands, rest.demands, strict=True):
-        if not (share := _share(previous_demand, next_demand)):
+    for previous_demand, next_demand in zip(problem.demands, remaining_problem.demands, strict=True):
+        if not (percent := _percent_removed(previous_demand, next_demand)):
             continue
         if next_demand.rate_per_s > 0:
-            left = [
+            left_out = [
                 bucket
-                for bucket, e in zip(previous_demand.buckets, next_demand.buckets, strict=True)
-                if bucket.rate_per_s > e.rate_per_s
+                for bucket, next_bucket in zip(previous_demand.buckets, next_demand.buckets, strict=True)
+                if bucket.rate_per_s > next_bucket.rate_per_s
             ]
-            lengths = ", ".join(f"up to {demand.longest_tokens:,}" for demand in left)
+            lengths = ", ".join(f"up to {demand.longest_tokens:,}" for demand in left_out)
             notes.append(
-                f"{previous_demand.name}: no template on offer serves its prompts of {lengths} tokens within the "
-                f"objective; {share:.2g} % of its requests are left out"
+                f"{previous_demand.name}: no template on offer serves its prompts of {lengths} tokens within its "
+                f"SLO; {percent:.2g} % of its requests are left out"
             )
         else:
-            notes.append(f"{why_not(problem, previous_demand.name)}. It is left out, the others are planned")
-    return rest, tuple(notes)
+            notes.append(f"{why_not(problem, previous_demand.name)}. It is left out of the plan")
+    return remaining_problem, tuple(notes)
 
 
-def _left_out(
+def _without_buckets(
     problem: PlanningProblem, which: Callable[[ModelDemand, BucketDemand], bool]
 ) -> PlanningProblem:
+    """The problem with the rates of these buckets set to 0."""
     demands = tuple(
         replace(
             demand,
@@ -734,20 +808,20 @@ def _left_out(
     return replace(problem, demands=demands)
 
 
-def _share(previous_demand: ModelDemand, next_demand: ModelDemand) -> float:
-    """Percent of requests that are gone."""
-    asked = previous_demand.rate_per_s
+def _percent_removed(previous_demand: ModelDemand, next_demand: ModelDemand) -> float:
+    """Percentage of a model's requests that the next demand lacks."""
+    previous_rate = previous_demand.rate_per_s
     return (
-        100.0 * (1.0 - next_demand.rate_per_s / asked)
-        if asked > 0 and next_demand.rate_per_s < asked
+        100.0 * (1.0 - next_demand.rate_per_s / previous_rate)
+        if previous_rate > 0 and next_demand.rate_per_s < previous_rate
         else 0.0
     )
 
 
 def budget_that_would_do(planner: Planner, factory: TemplateFactory, settings: SolveSettings) -> float | None:
-    """USD an hour of a plan for all of the demand if money were no matter; None where other things bind too."""
+    """Cost in USD/h of serving all demand without the budget; None where other limits bind too."""
     if factory.problem.budget_usd_per_h is None:
         return None
-    free = replace(factory, problem=replace(factory.problem, budget_usd_per_h=None))
-    other_outcome = planner(free, settings)
+    factory_without_budget = replace(factory, problem=replace(factory.problem, budget_usd_per_h=None))
+    other_outcome = planner(factory_without_budget, settings)
     return other_outcome.plan.cost_usd_per_h if other_outcome.allocation.found else None

@@ -29,7 +29,7 @@ holds, holds_in_fresh_runs      a plan keeps every objective in simulation
 requests_left_out               the same, of the requests that the plan serves: the others are served by no plan
 time, plans, requests, solves   the search reached its limit of time, plans, simulated requests or planner runs
 planner_time                    the planner found no plan for more demand within its own time limit
-nodes, budget, links, terms     no plan serves more demand: what binds is that
+nodes, budget, links, terms     no plan serves more demand; these are the binding limits
 combinations                    models' plans that may hold do not fit into the fleet together
 """
 SEARCH_LIMITS: frozenset[SearchEnding] = frozenset({"time", "plans", "requests", "solves", "planner_time"})
@@ -69,7 +69,7 @@ def no_larger_plan(
     # Without a resource that binds, the nodes suffice for parts of copies and not for whole ones.
     binding = shortfall.binding[:MAX_BINDING_NAMES] or ("whole copies, not any one resource",)
     ending: SearchEnding = _resource(problem, shortfall.binding[0]) if shortfall.binding else "nodes"
-    return SearchEnd(ending, f"no plan serves {more}; what binds: {', '.join(binding)}")
+    return SearchEnd(ending, f"no plan serves {more}; limited by: {', '.join(binding)}")
 
 
 def _resource(problem: PlanningProblem, name: str) -> SearchEnding:
