@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import PlanningProblem, demands_of, model_demand, prefill_work
+from potluck.plan.problem import PlanningProblem, buckets_of, model_demand, prefill_work
 
 LLAMA = models.model("Llama-3.1-8B")
 GPT_OSS = models.model("GPT-OSS-20B")
@@ -44,7 +44,7 @@ def test_e2e_objective_tightens_the_planned_ttft_and_tpot() -> None:
 def test_demand_buckets_keep_the_rate_and_span_at_most_a_factor_of_two(
     traffic: Traffic, model: object
 ) -> None:
-    demands = demands_of("m", model, traffic)  # type: ignore[arg-type]
+    demands = buckets_of("m", model, traffic)  # type: ignore[arg-type]
     assert sum(d.rate_per_s for d in demands) == pytest.approx(traffic.rate_per_s)
     assert [d.bucket for d in demands] == list(range(len(demands)))
     for before, after in pairwise(demands):
@@ -66,7 +66,7 @@ def test_demand_buckets_keep_the_rate_and_span_at_most_a_factor_of_two(
 
 @given(traffics())
 def test_demand_buckets_keep_the_tokens_up_to_rounding(traffic: Traffic) -> None:
-    demands = demands_of("m", LLAMA, traffic)
+    demands = buckets_of("m", LLAMA, traffic)
     wanted = traffic.rate_per_s * traffic.mean_input_tokens
     got = sum(d.rate_per_s * d.input_tokens for d in demands)
     assert wanted * (1 - 1e-9) <= got <= wanted + traffic.rate_per_s * (1 + 1e-9)

@@ -1,15 +1,15 @@
-"""Planning again while a fleet runs (CORAL 4.3, 5.1): the demand, prices and nodes of now, and what starts cost.
+"""The planning problem of a running fleet (CORAL 4.3, 5.1): current demand, prices, nodes, and the cost of starts.
 
     K = node initialisation time / cluster adjustment interval
 
-so that a copy that is not there yet costs its price times 1 + K for one interval.
+so that a copy that is not running yet costs its price times 1 + K for one interval.
 
-What scaling may start beside what a plan deploys is a short list of its strategy's templates, made, timed and ranked
-with the plan: those whose nodes are on offer and beside which no other does as much on the same nodes or fewer; for
-every set of node types the best, then the others, as the strategy's program weighs a request a second.
+The templates that scaling may start beside the deployed ones are a short list of the strategy's: those with nodes on
+offer that no other template dominates on the same or fewer nodes. The best of each set of node types come first,
+ranked by the cost of 1 request/s as the strategy's program weights it.
 
-The observed pace of a kind of node makes all steps longer alike (observed step = step of the facts x pace). It is
-believed within bounds, and only where facts are not nearly right.
+The observed speed of a node type scales all its steps by one factor (observed step = modelled step x pace). It is
+bounded, and applied only where the model is clearly off.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from potluck.plan.strategies.template_factory import TemplateFactory
 from potluck.plan.templates.placement_table import Timed
 from potluck.plan.timing.replica_rates import layout_timer
 
-INTERVAL_S = 3600.0  # Over which starts are spread: CORAL amortises initialisation over 60 minutes (its 6.1).
-DRIFT = 0.2  # Mean lengths that differ by more from the spec's are planned by.
-KEPT = 4  # TemplateFactories; prices that come back find their templates made.
+INTERVAL_S = 3600.0  # CORAL amortises initialisation over 60 minutes (its 6.1).
+MIN_LENGTH_DRIFT = 0.2  # Relative change of mean lengths from which observed lengths replace the spec's.
+MAX_FACTORIES = 4  # Template factories kept, so that prices which return find their templates made.
 
 
 Startups = Mapping[str, StartupCosts]
-"""What a start costs, by model, where its weights lie in some place of their own."""
+"""Start-up costs by model, for models with their own weight storage."""
 
 
 def start_share(
@@ -55,6 +55,7 @@ def start_share(
 
 
 def longest_start_s(problem: PlanningProblem, startups: Startups | None = None) -> float:
+    """Seconds of the longest start-up of any model."""
     costs = startups or {}
     return max(
         startup_s(weight_bytes(demand.model), costs=costs.get(demand.name, DEFAULT_COSTS)).total_s
@@ -70,30 +71,31 @@ def problem_now(
     interval_s: float = INTERVAL_S,
     startups: Startups | None = None,
 ) -> PlanningProblem:
-    """A problem for the rates and lengths now seen, at the prices and with the nodes of now; starts cost K."""
-    seen = {length.model: length for length in lengths}
+    """The problem with observed rates and lengths, current prices and nodes, and the start-up penalty K."""
+    lengths_by_model = {length.model: length for length in lengths}
     demands = tuple(
-        ask_now(demand, rates_per_s.get(demand.name), seen.get(demand.name)) for demand in problem.demands
+        demand_now(demand, rates_per_s.get(demand.name), lengths_by_model.get(demand.name))
+        for demand in problem.demands
     )
     regions = problem.regions if regions is None else regions
     if not any(offer.available for region in regions for offer in region.offers):
         raise CapacityError("no region has any node at present")
-    share = start_share(problem, interval_s, startups)
-    return replace(problem, demands=demands, regions=regions, init_penalty=share)
+    start_penalty = start_share(problem, interval_s, startups)
+    return replace(problem, demands=demands, regions=regions, init_penalty=start_penalty)
 
 
-def ask_now(known_demand: ModelDemand, rate_per_s: float | None, seen: SeenLengths | None) -> ModelDemand:
-    """One model's demand at the rate that is seen, and with lengths that are, where they have drifted."""
+def demand_now(known_demand: ModelDemand, rate_per_s: float | None, seen: SeenLengths | None) -> ModelDemand:
+    """A model's demand at the observed rate, and with observed lengths where they have drifted."""
     rate = known_demand.rate_per_s if rate_per_s is None else rate_per_s
     if seen is not None and drifted(known_demand, seen):
-        made = model_demand(
+        observed_demand = model_demand(
             known_demand.name,
             known_demand.model,
             known_demand.slo,
             _traffic(known_demand, rate, seen),
             known_demand.terms,
         )
-        return replace(known_demand, slo=made.slo, buckets=made.buckets)
+        return replace(known_demand, slo=observed_demand.slo, buckets=observed_demand.buckets)
     if known_demand.rate_per_s <= 0:
         return known_demand
     factor = rate / known_demand.rate_per_s
@@ -102,11 +104,11 @@ def ask_now(known_demand: ModelDemand, rate_per_s: float | None, seen: SeenLengt
 
 
 def drifted(known_demand: ModelDemand, seen: SeenLengths) -> bool:
-    """Whether requests are so much longer or shorter than the spec has them that plans must follow."""
+    """Whether observed mean lengths differ from the planned ones by more than MIN_LENGTH_DRIFT."""
     count = sum(value for _, value in seen.prompts)
     if count <= 0 or known_demand.rate_per_s <= 0:
         return False
-    prompt = sum(tokens * value for tokens, value in seen.prompts) / count
+    mean_prompt = sum(tokens * value for tokens, value in seen.prompts) / count
     planned_prompt = (
         sum(bucket.new_tokens * bucket.rate_per_s for bucket in known_demand.buckets)
         / known_demand.rate_per_s
@@ -115,8 +117,8 @@ def drifted(known_demand: ModelDemand, seen: SeenLengths) -> bool:
         sum(bucket.output_tokens * bucket.rate_per_s for bucket in known_demand.buckets)
         / known_demand.rate_per_s
     )
-    off = max(abs(prompt / planned_prompt - 1), abs(seen.output_tokens / planned_output - 1))
-    return off > DRIFT
+    drift = max(abs(mean_prompt / planned_prompt - 1), abs(seen.output_tokens / planned_output - 1))
+    return drift > MIN_LENGTH_DRIFT
 
 
 def _traffic(known_demand: ModelDemand, rate_per_s: float, seen: SeenLengths) -> Traffic:
@@ -130,13 +132,14 @@ def _traffic(known_demand: ModelDemand, rate_per_s: float, seen: SeenLengths) ->
 
 @dataclass(slots=True)
 class TemplateFactories:
-    """One for each market and lengths that were seen: templates depend on these, not on rates or how many nodes."""
+    """Template factories by prices and lengths: templates depend on these, not on rates or node counts."""
 
-    _kept: dict[object, TemplateFactory] = field(default_factory=dict)
+    _factories: dict[object, TemplateFactory] = field(default_factory=dict)
     _timed: tuple[object, Timed] = field(default_factory=lambda: ((), {}))
-    """Rates of pipelines for the lengths last seen."""
+    """(lengths, rates of timed pipelines) for the last lengths."""
 
     def at(self, problem: PlanningProblem) -> TemplateFactory:
+        """The factory for a problem, with the templates made before at the same prices and lengths."""
         lengths = tuple(
             (demand.name, bucket.input_tokens, bucket.longest_tokens, bucket.output_tokens, bucket.promised)
             for demand in problem.demands
@@ -147,52 +150,57 @@ class TemplateFactories:
         )
         if self._timed[0] != lengths:
             self._timed = (lengths, {})
-        kept = self._kept.pop((prices, lengths), None)
-        template_factory = kept or TemplateFactory(problem, timed_pipelines=self._timed[1])
-        self._kept[prices, lengths] = template_factory
-        for old in list(self._kept)[:-KEPT]:
-            del self._kept[old]
+        cached = self._factories.pop((prices, lengths), None)
+        template_factory = cached or TemplateFactory(problem, timed_pipelines=self._timed[1])
+        self._factories[prices, lengths] = template_factory
+        for oldest in list(self._factories)[:-MAX_FACTORIES]:
+            del self._factories[oldest]
         return replace(template_factory, problem=problem)
 
 
-MOST = 24  # Templates of a model: all pairs of six node types, and some more.
+MAX_CANDIDATES = 24  # Templates of a model: all pairs of six node types, and some more.
 
 
 def with_candidates(factory: TemplateFactory, plan: Plan) -> Plan:
+    """The plan with the templates that scaling may start beside its own."""
     factory = factory.with_formats_of(plan)
-    used = {template.name for template in plan.templates}
-    result: list[Template] = []
+    planned_names = {template.name for template in plan.templates}
+    candidates: list[Template] = []
     for demand in factory.problem.demands:
         strategy = STRATEGIES.get(plan.strategy)
         if strategy is None or strategy.templates is None:
             continue
-        made = [item for item in strategy.templates(factory, demand) if item.name not in used]
-        result += shortlist(factory, plan.strategy, demand, made)
-    return replace(plan, candidates=tuple(result))
+        templates = [
+            template for template in strategy.templates(factory, demand) if template.name not in planned_names
+        ]
+        candidates += shortlist(factory, plan.strategy, demand, templates)
+    return replace(plan, candidates=tuple(candidates))
 
 
 def shortlist(
-    factory: TemplateFactory, strategy: str, demand: ModelDemand, made: Sequence[Template]
+    factory: TemplateFactory, strategy: str, demand: ModelDemand, templates: Sequence[Template]
 ) -> list[Template]:
-    """At most MOST of them, the best first, with each set of node types before a second of any."""
+    """At most MAX_CANDIDATES templates, best first; the best of each set of node types before any second one."""
     prices = factory.prices
-    able = [entry for entry in made if not entry.machines and _on_offer(factory, demand, entry)]
+    offered = [
+        template for template in templates if not template.machines and _on_offer(factory, demand, template)
+    ]
     ranked = sorted(
-        _undominated(able), key=lambda each: (_per_request(strategy, demand, each, prices), each.name)
+        _undominated(offered), key=lambda t: (_usd_per_request_rate(strategy, demand, t, prices), t.name)
     )
-    seen: dict[tuple[tuple[str, ...], str], int] = {}
-    order = []
-    for place, template in enumerate(ranked):
+    count_by_kind: dict[tuple[tuple[str, ...], str], int] = {}
+    ranking = []
+    for rank, template in enumerate(ranked):
         kind = (tuple(sorted(template.node_counts)), _phase(template))
-        seen[kind] = seen.get(kind, 0) + 1
-        order.append((seen[kind] > 1, place, template))
-    chosen = [entry for *_, entry in sorted(order, key=lambda item: item[:2])[:MOST]]
+        count_by_kind[kind] = count_by_kind.get(kind, 0) + 1
+        ranking.append((count_by_kind[kind] > 1, rank, template))
+    chosen = [template for *_, template in sorted(ranking, key=lambda item: item[:2])[:MAX_CANDIDATES]]
     return sorted(chosen, key=ranked.index)
 
 
 def _on_offer(factory: TemplateFactory, demand: ModelDemand, template: Template) -> bool:
-    """Whether some region has nodes enough for a copy, and none has where the model may not run."""
-    there = [
+    """Whether some region has enough nodes for a copy, and the model may run in all such regions."""
+    regions = [
         region.name
         for region in factory.problem.regions
         if all(
@@ -200,35 +208,37 @@ def _on_offer(factory: TemplateFactory, demand: ModelDemand, template: Template)
             for node_count in template.nodes
         )
     ]
-    return bool(there) and all(runs_in(demand, template, region) for region in there)
+    return bool(regions) and all(runs_in(demand, template, region) for region in regions)
 
 
 def _undominated(templates: Sequence[Template]) -> list[Template]:
-    """Of those on the same node types; a pair of types that prefills the one way seldom does as well the other."""
-    ordered = sorted(templates, key=lambda each: sorted(each.node_counts))
-    kept: list[Template] = []
-    for _, group in groupby(ordered, key=lambda each: sorted(each.node_counts)):
-        mine = list(group)
-        kept += [
-            each
-            for each in mine
+    """Templates that no other one on the same node types dominates."""
+    ordered = sorted(templates, key=lambda template: sorted(template.node_counts))
+    undominated: list[Template] = []
+    for _, group in groupby(ordered, key=lambda template: sorted(template.node_counts)):
+        same_types = list(group)
+        undominated += [
+            template
+            for template in same_types
             if not any(
-                _dominates(other_template, each) for other_template in mine if other_template is not each
+                _dominates(other_template, template)
+                for other_template in same_types
+                if other_template is not template
             )
         ]
-    return kept
+    return undominated
 
 
 def _dominates(template: Template, other_template: Template) -> bool:
-    """Whether it does at least as much of everything on no more nodes, and one of these is really better."""
+    """Whether `template` serves no less of anything on no more nodes, and is better in at least one."""
     counts, others = template.node_counts, other_template.node_counts
     pairs = [
         (a, b)
-        for mine, theirs in zip(template.capacity, other_template.capacity, strict=True)
+        for own, other in zip(template.capacity, other_template.capacity, strict=True)
         for a, b in (
-            (mine.closed_per_s, theirs.closed_per_s),
-            (mine.prefill_per_s, theirs.prefill_per_s),
-            (mine.decode_per_s, theirs.decode_per_s),
+            (own.closed_per_s, other.closed_per_s),
+            (own.prefill_per_s, other.prefill_per_s),
+            (own.decode_per_s, other.decode_per_s),
         )
     ]
     fewer = all(counts[node] <= others[node] for node in counts)
@@ -242,21 +252,21 @@ def _phase(template: Template) -> str:
     return roles.pop() if len(roles) == 1 else "mixed"
 
 
-def _per_request(
+def _usd_per_request_rate(
     strategy: str, demand: ModelDemand, template: Template, prices: Mapping[str, float]
 ) -> float:
-    """What the strategy has a request a second cost."""
+    """Cost of 1 request/s as the strategy's program weights it."""
     rates = rates_of(template, {bucket.bucket: bucket.rate_per_s or 1.0 for bucket in demand.buckets})
-    serves = max(rates)
-    if serves <= 0:
+    largest_rate = max(rates)
+    if largest_rate <= 0:
         return inf
-    price = 0.0
+    usd_per_h = 0.0
     for node_count in template.nodes:
-        price += node_count.count * prices.get(node_count.node, inf)
-    return copy_weight(strategy, template, price, serves) / serves
+        usd_per_h += node_count.count * prices.get(node_count.node, inf)
+    return copy_weight(strategy, template, usd_per_h, largest_rate) / largest_rate
 
 
-ENGINE = "observed"
+OBSERVED_ENGINE = "observed"
 CHUNKS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
 CACHED = (0, 1024, 8192)
 BATCHES = (1, 4, 16, 64, 256)
@@ -265,8 +275,8 @@ MIXED = ((256, 16), (1024, 64), (2048, 4), (512, 256))
 
 
 def observed(problem: PlanningProblem, paces: Sequence[ObservedSpeed], day: str) -> PlanningProblem:
-    """The problem with the paces that matter; of models and nodes that it does not have, none does."""
-    known = {(each.model, each.node) for each in paces if each.matters}
+    """The problem with profiles for the observed speeds that differ clearly from the model's."""
+    relevant_models = {speed.model for speed in paces if speed.matters}
     demands = tuple(
         replace(
             demand,
@@ -281,7 +291,7 @@ def observed(problem: PlanningProblem, paces: Sequence[ObservedSpeed], day: str)
                 ),
             ),
         )
-        if any(model == demand.name for model, _ in known)
+        if demand.name in relevant_models
         else demand
         for demand in problem.demands
     )
@@ -291,22 +301,23 @@ def observed(problem: PlanningProblem, paces: Sequence[ObservedSpeed], day: str)
 def profile_of(
     problem: PlanningProblem, demand: ModelDemand, observed_speed: ObservedSpeed, day: str
 ) -> Profile:
-    """Step times of a model on a kind of node, as long as they really are."""
+    """Step times of a model on a node type, scaled to the observed speed."""
     if observed_speed.node not in problem.by_name:
         raise UnknownNameError("node", observed_speed.node, problem.by_name)
     layout = single(observed_speed.node, observed_speed.tp, len(demand.model.layers))
     timer = layout_timer(demand, layout, problem.by_name)
     node = problem.node(observed_speed.node)
     points = tuple(_points(timer, observed_speed.believed, demand.model.max_context_tokens))
-    return Profile(node.gpu.name, demand.model.name, observed_speed.tp, ENGINE, {}, day, points)
+    return Profile(node.gpu.name, demand.model.name, observed_speed.tp, OBSERVED_ENGINE, {}, day, points)
 
 
-def _points(timer: StepTimer, pace: float, most_tokens: int) -> list[ProfilePoint]:
-    shapes = [(new, cached, 0, 0) for new, cached in product(CHUNKS, CACHED) if new + cached <= most_tokens]
+def _points(timer: StepTimer, pace: float, max_tokens: int) -> list[ProfilePoint]:
+    """Step times of typical steps, each scaled by `pace`."""
+    shapes = [(new, cached, 0, 0) for new, cached in product(CHUNKS, CACHED) if new + cached <= max_tokens]
     for batch, context in product(BATCHES, CONTEXTS):
-        shapes.append((0, 0, batch, batch * min(context, most_tokens)))
+        shapes.append((0, 0, batch, batch * min(context, max_tokens)))
     for (new, batch), context in product(MIXED, CONTEXTS):
-        shapes.append((min(new, most_tokens), 0, batch, batch * min(context, most_tokens)))
+        shapes.append((min(new, max_tokens), 0, batch, batch * min(context, max_tokens)))
     unique = list(dict.fromkeys(shapes))
-    taken_s = timer.step_s(steps(*zip(*unique, strict=True)))
-    return [ProfilePoint(*shape, float(item) * pace) for shape, item in zip(unique, taken_s, strict=True)]
+    step_s = timer.step_s(steps(*zip(*unique, strict=True)))
+    return [ProfilePoint(*shape, float(time_s) * pace) for shape, time_s in zip(unique, step_s, strict=True)]

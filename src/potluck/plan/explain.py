@@ -229,7 +229,7 @@ def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[fl
     """The plan with predictions of full capacity, and with TTFT and TPOT from simulation where `seen_s` has them."""
     predictions = []
     for prediction in plan.predictions:
-        demand = problem.ask(prediction.model)
+        demand = problem.demand_of(prediction.model)
         if demand is not None and demand.rate_per_s > 0 and prediction.capacity_per_s > 0:
             capacity_ratio = capacity_per_s(problem, plan, demand) / prediction.capacity_per_s
             served_fraction = plan.fraction_of(demand.name)

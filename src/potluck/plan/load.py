@@ -1,7 +1,7 @@
-"""Load: of what a plan's copies could do if they were always busy, the share that is used.
+"""Load: the share of a plan's full capacity that is used, with one definition for plans and simulated runs.
 
-One definition for plans and simulated runs. It is not the share of time in which a replica has a step running
-(`sim.results.metrics.HardwareUse.busy_share`): a step may hold one request or a hundred.
+It differs from the share of time in which a replica runs steps (`sim.results.metrics.HardwareUse.busy_share`), as a
+step may hold one request or a hundred.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from potluck.core.values.plan import Plan, Prediction
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.verify import served_share
 
-MAX_TIMES_DEMAND = 1e6
+MAX_DEMAND_FACTOR = 1e6  # Upper bound of capacity relative to the demand.
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
+    """Served rate and full capacity of one model."""
+
     model: str
     answered_per_s: float
     capacity_per_s: float
-    """Requests a second of these lengths that the copies could do if they were always busy."""
+    """Requests/s of this length mix that fully utilized copies serve."""
 
     @property
     def load(self) -> float:
@@ -29,7 +31,7 @@ class ModelLoad:
 
 
 def planned_load(plan: Plan, prediction: Prediction) -> ModelLoad:
-    """At the planned demand, as far as it is met."""
+    """The load of a model at its planned demand, as far as the plan meets it."""
     served_per_s = prediction.demand_per_s * plan.fraction_of(prediction.model)
     return ModelLoad(prediction.model, served_per_s, prediction.capacity_per_s)
 
@@ -37,7 +39,7 @@ def planned_load(plan: Plan, prediction: Prediction) -> ModelLoad:
 def load_at(
     problem: PlanningProblem, plan: Plan, demand: ModelDemand, rates_per_s: Sequence[float]
 ) -> ModelLoad:
-    """At these rates of the model's length buckets."""
+    """The load of a model at these rates of its buckets."""
     buckets = [
         replace(bucket, rate_per_s=rate) for bucket, rate in zip(demand.buckets, rates_per_s, strict=True)
     ]
@@ -49,11 +51,11 @@ def load_at(
 
 
 def capacity_per_s(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> float:
-    """Requests a second in the mix of lengths of a demand; 0 where nothing is asked."""
+    """Requests/s of the demand's length mix that the plan's fully utilized copies serve; 0 without demand."""
     if not demand.rate_per_s > 0:
         return 0.0
-    mine = (d for d in plan.deployments if plan.template(d.template).model == demand.name)
-    copies = {(deployment.template, deployment.region): deployment.count for deployment in mine}
+    deployments = (d for d in plan.deployments if plan.template(d.template).model == demand.name)
+    copies = {(deployment.template, deployment.region): deployment.count for deployment in deployments}
     return (
-        served_share(problem, plan, demand, copies, MAX_TIMES_DEMAND) * demand.rate_per_s / problem.headroom
+        served_share(problem, plan, demand, copies, MAX_DEMAND_FACTOR) * demand.rate_per_s / problem.headroom
     )

@@ -1,8 +1,8 @@
-"""What a plan must do: the models and their demand, and the fleet it may draw on.
+"""The planning problem: the models with their demand, and the fleet that a plan may rent.
 
-Demand comes in buckets of prompt lengths. A bucket is cut wherever the prefill work of its longest prompt
-would exceed twice that of its shortest, so that no bucket hides a factor of two; each keeps the mean lengths
-of its requests, which preserve the tokens that pass through.
+Demand is divided into buckets of prompt lengths. A new bucket begins where the prefill work of a prompt would exceed
+twice that of the bucket's shortest prompt. Each bucket keeps the mean lengths of its requests, so that total tokens
+are preserved.
 """
 
 from __future__ import annotations
@@ -35,104 +35,117 @@ from potluck.perf.operators.layers import step_sums
 from potluck.perf.step_timer import Floats, steps
 from potluck.perf.timers.profile import Profile
 
-WORK_RATIO = 2.0
-HEADROOM = 0.8  # Share of its time a replica is planned to be busy.
-SHARE_LEFT = 1e-6  # Of requests that no class was named for; less is none.
+MAX_WORK_RATIO = 2.0  # Prefill work of a bucket's longest prompt relative to its shortest.
+HEADROOM = 0.8  # Largest planned utilization of a replica.
+MIN_DEFAULT_CLASS_SHARE = 1e-6  # Smaller shares of requests without a class are rounding errors.
 CODECS: tuple[Codec, ...] = ("fp16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
 class BucketDemand:
+    """Demand of one model with prompts of about one length."""
+
     model: str
     bucket: int
     input_tokens: int  # Mean prompt, rounded up.
     longest_tokens: int
     output_tokens: int
-    cached_tokens: int  # Of a mean prompt, those that a prefix cache already holds.
+    cached_tokens: int  # Mean prompt tokens that the prefix cache holds.
     rate_per_s: float
-    kv_bytes: float  # What a mean prompt leaves to be handed over.
+    kv_bytes: float  # KV of a mean prompt, to be transferred after prefill.
     promised: bool = True
-    """False for the longest prompts beyond the attained share: TTFT need not hold for them."""
+    """False for the longest prompts beyond the attainment: the TTFT objective excludes them."""
     firm: bool = False
-    """Must be met whole, also where of the rest only a fraction can be (`plan.assemble.codecs`)."""
+    """Must be met whole, even where only a fraction of the other demand can be (`plan.assemble.codecs`)."""
 
     @property
     def new_tokens(self) -> int:
+        """Mean prompt tokens that must be computed."""
         return max(1, self.input_tokens - self.cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ClassDemand:
+    """A request class of a model: its share of the requests, and its SLO."""
+
     name: str
     share: float
-    slo: Slo  # Limits that keep it, an E2E objective included.
+    slo: Slo  # TTFT and TPOT limits that also meet an E2E objective.
 
 
 @dataclass(frozen=True, slots=True)
 class UserOrigin:
-    """Users at one place: their share of a model's requests, and how far the regions are."""
+    """Users at one location: their share of a model's requests, and their round-trip times to regions."""
 
     name: str
     share: float
     rtt_s: tuple[tuple[str, float], ...]  # Region to seconds.
 
     def to(self, region: str) -> float:
+        """Round-trip time to a region in seconds; infinite where unknown."""
         return next((rtt_s for name, rtt_s in self.rtt_s if name == region), inf)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
+    """One model with its traffic by bucket, its SLO, and the terms that its plan must keep."""
+
     name: str
     model: Model
-    slo: Slo  # Limits that keep what was promised, an E2E objective included.
+    slo: Slo  # TTFT and TPOT limits that also meet an E2E objective.
     buckets: tuple[BucketDemand, ...]
     profiles: tuple[Profile, ...] = ()  # Measured step times of this model, for the GPUs that have them.
-    terms: ModelTerms = NO_TERMS  # What its owner asks of the plan beside that.
+    terms: ModelTerms = NO_TERMS  # Redundancy, placement and other requirements beside the SLO.
     classes: tuple[ClassDemand, ...] = ()
     """Classes of its requests, where there are several; `slo` is the strictest of all."""
     origins: tuple[UserOrigin, ...] = ()
-    """Where its users are; `slo` does not know of it (`strategies.variants`)."""
+    """Locations of its users; `slo` does not include their round trips (`strategies.variants`)."""
     sure: float = 0.5
-    """With what probability steps take no longer than is planned with; 0.5: as long as they are expected to."""
+    """Probability that steps take no longer than planned; 0.5: planned with expected step times."""
     formats: tuple[Format, ...] = ()
-    """Which its weights may be in, `model`'s among them; empty: as they are (`strategies.variants`)."""
+    """Allowed weight formats, including `model`'s; empty: the checkpoint's own (`strategies.variants`)."""
 
     @property
     def rate_per_s(self) -> float:
-        return sum(demand.rate_per_s for demand in self.buckets)
+        return sum(bucket.rate_per_s for bucket in self.buckets)
 
-    def far_s(self, region: str) -> float:
-        """From the farthest of its users to a region and back; nobody knows who is sent where."""
+    def max_rtt_s(self, region: str) -> float:
+        """Round-trip time from the farthest users to a region, as routing may send any user there."""
         return max((origin.to(region) for origin in self.origins if origin.share > 0), default=0.0)
 
-    def mean_far_s(self, region: str) -> float:
-        """The same of a mean user."""
+    def mean_rtt_s(self, region: str) -> float:
+        """Mean round-trip time of users to a region."""
         return sum(origin.share * origin.to(region) for origin in self.origins if origin.share > 0)
 
     def without_class(self, name: str) -> ModelDemand:
-        """Its requests as they are, held to what the other classes were promised."""
-        left = tuple(class_demand for class_demand in self.classes if class_demand.name != name)
-        return self if not left else replace(self, classes=left, slo=strictest([each.slo for each in left]))
+        """The same requests under the SLOs of the other classes alone."""
+        others = tuple(class_demand for class_demand in self.classes if class_demand.name != name)
+        return self if not others else replace(self, classes=others, slo=strictest([c.slo for c in others]))
 
     def in_format(self, weights: Format) -> ModelDemand:
+        """The demand with the model's weights in this format."""
         return replace(self, model=in_format(self.model, weights), formats=(weights,))
 
     @property
     def variants(self) -> tuple[ModelDemand, ...]:
+        """The demand in each allowed weight format."""
         return tuple(self.in_format(item) for item in self.formats) or (self,)
 
     @property
     def key(self) -> str:
-        """What its templates are kept under: those of two formats have the same names."""
+        """Cache key of its templates, which includes the weight format."""
         return f"{self.name} in {self.model.weights_are}" if self.formats else self.name
 
     @property
     def tokens_per_s(self) -> float:
+        """Prompt and answer tokens per second."""
         return sum(d.rate_per_s * (d.input_tokens + d.output_tokens) for d in self.buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
+    """Models with their demand, and the fleet, links and rules to plan for."""
+
     demands: tuple[ModelDemand, ...]
     regions: tuple[Region, ...]
     nodes: tuple[NodeType, ...]
@@ -140,14 +153,14 @@ class PlanningProblem:
     headroom: float = HEADROOM
     init_penalty: float = 0.0  # CORAL's K: start-up time of a node over the interval between two plans.
     budget_usd_per_h: float | None = None
-    pool: Pool | None = None  # The machines behind the regions, by name, where they are known.
+    pool: Pool | None = None  # The named machines of the regions, where the spec lists them.
     codecs: tuple[Codec, ...] = (LOSSLESS,)
-    """In which KV may cross the network, the most exact first; a plan takes the first that costs no more."""
-    engine: EngineKind = UNLIMITED  # What the engines that serve can do; templates beyond that are not made.
+    """Allowed KV codecs, most exact first; a plan takes the first one that costs no more than the others."""
+    engine: EngineKind = UNLIMITED  # Limits the templates to what the engine can run.
     complexity_share: float = 0.0
-    """Of its rent, what each further moving part of a copy counts for where plans are compared (`term_rows`)."""
+    """Complexity penalty per component of a copy, as a share of its rent, for comparing plans (`term_rows`)."""
     max_group_gpus: int | None = None
-    """Of a pool's GPUs, that serve together: small groups lose less with one."""
+    """Largest group of a pool's GPUs; smaller groups lose less when a GPU fails."""
 
     def __post_init__(self) -> None:
         if not self.demands:
@@ -160,32 +173,32 @@ class PlanningProblem:
             raise InputError("codecs", f"must be some of {', '.join(CODECS)}, in this order")
 
     def in_formats(self, formats: Sequence[tuple[str, Format]]) -> PlanningProblem:
-        """The problem with models' weights settled, as a plan has them."""
+        """The problem with each model's weights in the format that a plan chose."""
         chosen = dict(formats)
         if not any(demand.formats and demand.name in chosen for demand in self.demands):
             return self
-        named = (chosen.get(demand.name) if demand.formats else None for demand in self.demands)
+        chosen_formats = (chosen.get(demand.name) if demand.formats else None for demand in self.demands)
         demands = (
-            demand if n is None else demand.in_format(n)
-            for demand, n in zip(self.demands, named, strict=True)
+            demand if weights is None else demand.in_format(weights)
+            for demand, weights in zip(self.demands, chosen_formats, strict=True)
         )
         return replace(self, demands=tuple(demands))
 
     def with_nodes(self, count: Callable[[str, NodeOffer], int]) -> PlanningProblem:
-        """The problem with as many nodes of a region's offer as this says."""
+        """The problem with the number of available nodes that `count` returns for each offer."""
 
-        def counted(region: Region) -> Region:
+        def with_counts(region: Region) -> Region:
             return replace(
                 region, offers=tuple(replace(o, available=count(region.name, o)) for o in region.offers)
             )
 
-        return replace(self, regions=tuple(map(counted, self.regions)))
+        return replace(self, regions=tuple(map(with_counts, self.regions)))
 
     def node(self, name: str) -> NodeType:
         return self.by_name[name]
 
-    def ask(self, model: str) -> ModelDemand | None:
-        """What is asked of a model; None where nothing is."""
+    def demand_of(self, model: str) -> ModelDemand | None:
+        """The demand of a model; None where the problem does not have it."""
         return next((demand for demand in self.demands if demand.name == model), None)
 
     @property
@@ -194,12 +207,13 @@ class PlanningProblem:
 
     @property
     def offered(self) -> tuple[NodeType, ...]:
+        """Node types with available nodes in some region."""
         names = {o.node for region in self.regions for o in region.offers if o.available > 0}
         return tuple(node for node in self.nodes if node.name in names)
 
 
 def strictest(slos: Sequence[Slo]) -> Slo:
-    """What keeps all of them: requests of all classes share replicas, and a replica's steps are everybody's."""
+    """The SLO that meets all of them, as requests of all classes share replicas and their steps."""
     result = slos[0]
     for slo in slos[1:]:
         result = result.stricter(slo)
@@ -216,31 +230,45 @@ def model_demand(
     promises: Mapping[str, Slo] | None = None,
     rtt_s: Mapping[str, tuple[tuple[str, float], ...]] | None = None,
 ) -> ModelDemand:
-    """Cut a model's traffic into buckets. An E2E objective makes the other two tighter (`Slo.within_e2e`).
+    """The demand of a model's traffic, divided into buckets. An E2E objective tightens the other two.
 
-    `promises` has the objective of each class that is not the model's, `rtt_s` how far regions are from each origin.
+    `promises` has the SLOs of classes with their own, `rtt_s` the round-trip times from each origin to the regions.
     """
 
     def limits(slo: Slo) -> Slo:
         return slo.within_e2e(promised_output(traffic, slo.attainment))
 
-    shares = [(item, share) for item, share in traffic.classes if share > 0]
-    classes = [ClassDemand(item, share, limits((promises or {}).get(item, slo))) for item, share in shares]
-    rest = 1.0 - sum(share for _, share in shares)
-    if rest > SHARE_LEFT:
-        classes.append(ClassDemand(DEFAULT_CLASS, rest, limits((promises or {}).get(DEFAULT_CLASS, slo))))
-    kept = strictest([class_demand.slo for class_demand in classes]) if shares else limits(slo)
-    origins = tuple(UserOrigin(item, share, (rtt_s or {}).get(item, ())) for item, share in traffic.origins)
-    demands = _promised(demands_of(name, model, traffic), kept.attainment)
+    shares = [(class_name, share) for class_name, share in traffic.classes if share > 0]
+    classes = [
+        ClassDemand(class_name, share, limits((promises or {}).get(class_name, slo)))
+        for class_name, share in shares
+    ]
+    default_share = 1.0 - sum(share for _, share in shares)
+    if default_share > MIN_DEFAULT_CLASS_SHARE:
+        classes.append(
+            ClassDemand(DEFAULT_CLASS, default_share, limits((promises or {}).get(DEFAULT_CLASS, slo)))
+        )
+    strictest_slo = strictest([class_demand.slo for class_demand in classes]) if shares else limits(slo)
+    origins = tuple(
+        UserOrigin(class_name, share, (rtt_s or {}).get(class_name, ()))
+        for class_name, share in traffic.origins
+    )
+    buckets = _without_ttft_tail(buckets_of(name, model, traffic), strictest_slo.attainment)
     return ModelDemand(
-        name, model, kept, demands, terms=terms, classes=tuple(classes) if shares else (), origins=origins
+        name,
+        model,
+        strictest_slo,
+        buckets,
+        terms=terms,
+        classes=tuple(classes) if shares else (),
+        origins=origins,
     )
 
 
 def promised_output(traffic: Traffic, attainment: float) -> float:
-    """Tokens of the longest answer that is among the attained share."""
+    """Tokens of the longest answer within the attained share of requests."""
     reached = 0.0
-    bins = sorted(traffic.lengths, key=lambda each: each.output_tokens)
+    bins = sorted(traffic.lengths, key=lambda length_bin: length_bin.output_tokens)
     for length_bin in bins:
         reached += length_bin.share
         if reached >= attainment - 1e-9:
@@ -248,39 +276,41 @@ def promised_output(traffic: Traffic, attainment: float) -> float:
     return bins[-1].output_tokens
 
 
-def demands_of(
-    name: str, model: Model, traffic: Traffic, *, work_ratio: float = WORK_RATIO
+def buckets_of(
+    name: str, model: Model, traffic: Traffic, *, work_ratio: float = MAX_WORK_RATIO
 ) -> tuple[BucketDemand, ...]:
     """Buckets of a model's traffic, shortest prompts first."""
     bins = sorted((b for b in traffic.lengths if b.share > 0), key=lambda b: b.input_tokens)
-    works = prefill_work(model, np.array([b.input_tokens for b in bins]))
+    prefill_flops_of_bins = prefill_work(model, np.array([b.input_tokens for b in bins]))
     groups: list[list[LengthBin]] = []
-    first = 0.0
-    for length_bin, work in zip(bins, works, strict=True):
-        if not groups or work > work_ratio * first:
+    first_flops = 0.0
+    for length_bin, prefill_flops in zip(bins, prefill_flops_of_bins, strict=True):
+        if not groups or prefill_flops > work_ratio * first_flops:
             groups.append([])
-            first = float(work)
+            first_flops = float(prefill_flops)
         groups[-1].append(length_bin)
-    return tuple(_demand(name, model, traffic, i, group) for i, group in enumerate(groups))
+    return tuple(_bucket(name, model, traffic, i, group) for i, group in enumerate(groups))
 
 
-def _promised(demands: tuple[BucketDemand, ...], attainment: float) -> tuple[BucketDemand, ...]:
-    """An attainment of 0.9 lets the longest tenth of requests wait: their buckets lose the TTFT promise."""
-    total = sum(demand.rate_per_s for demand in demands)
-    kept, tail = list(demands), 0.0
-    for place in range(len(demands) - 1, 0, -1):
-        tail += demands[place].rate_per_s
-        if tail > (1.0 - attainment) * total * (1.0 + 1e-9):
+def _without_ttft_tail(buckets: tuple[BucketDemand, ...], attainment: float) -> tuple[BucketDemand, ...]:
+    """Exclude the buckets of the longest requests from the TTFT objective: with attainment 0.9, a tenth of them."""
+    total = sum(bucket.rate_per_s for bucket in buckets)
+    marked, tail_per_s = list(buckets), 0.0
+    for index in range(len(buckets) - 1, 0, -1):
+        tail_per_s += buckets[index].rate_per_s
+        if tail_per_s > (1.0 - attainment) * total * (1.0 + 1e-9):
             break
-        kept[place] = replace(demands[place], promised=False)
-    return tuple(kept)
+        marked[index] = replace(buckets[index], promised=False)
+    return tuple(marked)
 
 
 def prefill_work(model: Model, tokens: Floats) -> Floats:
+    """FLOPs to prefill prompts of these lengths."""
     return step_sums(model, steps(np.asarray(tokens, np.float64))).flops
 
 
-def _demand(name: str, model: Model, traffic: Traffic, index: int, group: list[LengthBin]) -> BucketDemand:
+def _bucket(name: str, model: Model, traffic: Traffic, index: int, group: list[LengthBin]) -> BucketDemand:
+    """The bucket of a group of length bins."""
     share = sum(b.share for b in group)
     mean_in = sum(b.share * b.input_tokens for b in group) / share
     mean_out = sum(b.share * b.output_tokens for b in group) / share
@@ -300,4 +330,5 @@ def _demand(name: str, model: Model, traffic: Traffic, index: int, group: list[L
 
 
 def without_nodes(problem: PlanningProblem, region: str, node: str, available: int) -> PlanningProblem:
+    """The problem with `available` nodes of one type in one region."""
     return problem.with_nodes(lambda r, o: available if (r, o.node) == (region, node) else o.available)

@@ -86,7 +86,7 @@ def surviving(problem: PlanningProblem, running_plan: Plan) -> Plan:
         if template.kind != "group":
             deployments.append(deployment)
             continue
-        demand = problem.ask(template.model)
+        demand = problem.demand_of(template.model)
         there = _machines(problem, deployment.region)
         alive = [replica for replica in template.replicas if set(replica.layout.machines) <= there]
         kept = (
@@ -108,7 +108,7 @@ def flipped(
     """(region, template) of the replicas that are left, in the roles that serve the demand best."""
     made: list[tuple[str, Template]] = []
     for (region, model), replicas in left.items():
-        demand, pool = problem.ask(model), region_pool(problem, region)
+        demand, pool = problem.demand_of(model), region_pool(problem, region)
         if demand is None or pool is None or not replicas or not demand.rate_per_s > 0:
             continue
         previous_result = found_of(pool, replicas)
@@ -262,7 +262,7 @@ def _reroute(
 ) -> ReplanOption:
     kept = {deployment.template for deployment in left}
     templates = [
-        _timed(problem, t) for t in running_plan.templates if t.name in kept and problem.ask(t.model)
+        _timed(problem, t) for t in running_plan.templates if t.name in kept and problem.demand_of(t.model)
     ]
     plan = _within(problem, running_plan, templates, left, settings)
     return _answer("reroute", plan, running_plan, left, 0.0, 0.0, 0)
@@ -286,7 +286,7 @@ def _flip(
     types = list(problem.nodes)
     for place, deployment in enumerate(left):
         template = running_plan.template(deployment.template)
-        demand = problem.ask(template.model)
+        demand = problem.demand_of(template.model)
         if demand is None or template.kind == "group":
             continue
         alias = {item.node: f"{item.node}{MARK}{place}" for item in template.nodes}
@@ -329,7 +329,9 @@ def _group_roles(
     """Groups as they are and in new roles, on nodes of their own; and those nodes, (region, type) to how many."""
     result = [(d.region, running_plan.template(d.template)) for d in left]
     result = [
-        (region, _timed(problem, t)) for region, t in result if t.kind == "group" and problem.ask(t.model)
+        (region, _timed(problem, t))
+        for region, t in result
+        if t.kind == "group" and problem.demand_of(t.model)
     ]
     result += flipped(problem, loaded, settings.seed, settings.time_limit_s / 4)
     templates: dict[str, Template] = {}
@@ -364,7 +366,7 @@ def _reallocate(
         if new <= 0:
             continue
         template = plan.template(deployment.template)
-        demand = problem.ask(template.model)
+        demand = problem.demand_of(template.model)
         weights = weight_bytes(demand.model) if demand else 0.0
         if template.kind == "group":
             for replica in new_replicas(loaded, template):
@@ -431,7 +433,7 @@ def _roles(problem: PlanningProblem, demand: ModelDemand, template: Template) ->
 
 def _timed(problem: PlanningProblem, template: Template) -> Template:
     """A template with its capacity for the demand there is now."""
-    demand = problem.ask(template.model)
+    demand = problem.demand_of(template.model)
     assert demand is not None
     roles = {replica.role for replica in template.replicas}
     capacity = retimed(problem, demand, template)

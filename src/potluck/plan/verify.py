@@ -84,7 +84,7 @@ def _check_user_ttft(plan: Plan, demand: ModelDemand) -> Iterator[str]:
             or not demand.buckets[share.bucket].promised
         ):
             continue
-        user_ttft_s = template.capacity[share.bucket].ttft_s + demand.far_s(share.region)
+        user_ttft_s = template.capacity[share.bucket].ttft_s + demand.max_rtt_s(share.region)
         if user_ttft_s > demand.slo.ttft_s * (1 + LP_TOLERANCE):
             where = f"{share.template}@{share.region}"
             ttft = f"TTFT of bucket {share.bucket} is {user_ttft_s:.3g} s for the farthest users"
@@ -332,7 +332,7 @@ def _layers(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Every replica holds its whole model, on nodes that exist."""
     node_names = set(problem.by_name)
     for template in plan.templates:
-        demand = problem.ask(template.model)
+        demand = problem.demand_of(template.model)
         for layout in {replica.layout for replica in template.replicas}:
             if demand is not None and layout.layer_count != demand.model.layer_count:
                 layers = demand.model.layer_count
@@ -383,7 +383,7 @@ def _machines(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 def _memory(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Every model fits in the memory of its replicas."""
     for template in plan.templates:
-        demand = problem.ask(template.model)
+        demand = problem.demand_of(template.model)
         if demand is None:
             continue
         for layout in {replica.layout for replica in template.replicas}:
@@ -394,7 +394,7 @@ def _memory(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 def _capacity(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """No template claims a higher rate than its replicas reach when timed again."""
     for template in plan.templates:
-        demand = problem.ask(template.model)
+        demand = problem.demand_of(template.model)
         if demand is None:
             continue
         for claimed, timed in zip(template.capacity, retimed(problem, demand, template), strict=True):
@@ -408,7 +408,7 @@ def _capacity(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 def _group_flows(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """The flows inside a group add up to all its requests, and no replica gets more than its own rate."""
     for template in plan.templates:
-        demand = problem.ask(template.model)
+        demand = problem.demand_of(template.model)
         if demand is None or not template.flows:
             continue
         for capacity in template.capacity:
@@ -542,7 +542,7 @@ def _links(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Flows between regions use existing links within their bandwidth and the TTFT objective."""
     bits_by_link: dict[tuple[str, str], float] = {}
     for flow in plan.flows:
-        demand = problem.ask(flow.model)
+        demand = problem.demand_of(flow.model)
         if flow.prefill_region == flow.decode_region or demand is None:
             continue
         bucket = demand.buckets[flow.bucket]
@@ -579,7 +579,7 @@ def _cards(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     codecs = codecs_of(plan)
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        demand = problem.ask(template.model)
+        demand = problem.demand_of(template.model)
         where = f"{deployment.template}@{deployment.region}"
         shares_here = [s for s in plan.shares if (s.template, s.region) == (template.name, deployment.region)]
         if demand is None or not any(share.phase != "closed" for share in shares_here):

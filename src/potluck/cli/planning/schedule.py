@@ -46,7 +46,7 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     cheapest that meets its SLOs in simulation at its rates.
     """
     from potluck.core.values.plan import plan_to_json
-    from potluck.plan.day_schedule import LEVELS
+    from potluck.plan.day_schedule import MAX_RATE_LEVELS
     from potluck.plan.day_schedule import schedule as schedule_day
     from potluck.plan.strategies import TemplateFactory
 
@@ -57,7 +57,7 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     problem = planning_options.problem(spec)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    with progress(4 * len(problem.demands) + LEVELS) as progress_bar:
+    with progress(4 * len(problem.demands) + MAX_RATE_LEVELS) as progress_bar:
         factory = TemplateFactory(problem, report_progress=progress_bar)
         day_schedule = schedule_day(factory, planner, settings, rates, progress_bar)
     if out is not None:

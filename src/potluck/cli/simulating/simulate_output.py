@@ -67,7 +67,7 @@ def simulated_loads(
         return ()
     answered = (records.outcome == ANSWERED) & (records.arrival_s >= summary.start_s)
     for index, name in enumerate(records.models):
-        demand, chosen = problem.ask(name), answered & (records.model == index)
+        demand, chosen = problem.demand_of(name), answered & (records.model == index)
         if demand is None or not demand.rate_per_s > 0 or not chosen.any():
             continue
         planned = (

@@ -128,7 +128,7 @@ def choose_distance(planner: Planner) -> Planner:
 
 def _usable_distances(problem: PlanningProblem, demand: ModelDemand) -> list[float]:
     """Round-trip times to the regions where a model may run and that leave some of its TTFT, shortest first."""
-    rtts = {demand.far_s(region.name) for region in problem.regions if demand.terms.allows(region.name)}
+    rtts = {demand.max_rtt_s(region.name) for region in problem.regions if demand.terms.allows(region.name)}
     return sorted(value for value in rtts if value < demand.slo.ttft_s)
 
 
@@ -151,7 +151,7 @@ def within(problem: PlanningProblem, far_s: float) -> PlanningProblem:
         regions = tuple(
             region.name
             for region in problem.regions
-            if demand.terms.allows(region.name) and demand.far_s(region.name) <= own_s
+            if demand.terms.allows(region.name) and demand.max_rtt_s(region.name) <= own_s
         )
         slo = replace(demand.slo, ttft_s=demand.slo.ttft_s - own_s)
         return replace(demand, slo=slo, terms=replace(demand.terms, regions=regions), origins=())
@@ -167,7 +167,7 @@ def _seen_by_users(problem: PlanningProblem, plan: Plan) -> Plan:
         demand = demands_by_model[plan.template(share.template).model]
         if share.phase != "decode" and demand.origins:
             rtts_by_model.setdefault(demand.name, []).append(
-                (share.rate_per_s, demand.mean_far_s(share.region))
+                (share.rate_per_s, demand.mean_rtt_s(share.region))
             )
     predictions = []
     for prediction in plan.predictions:
