@@ -298,8 +298,8 @@ def test_plan_keeps_its_budget_or_names_it_as_binding(spec: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("Llama-3.1-8B", "DeepSeek-V3", "chat: its weights with one prompt fit on no node on offer"),
-        ("tpot_ms: 60", "tpot_ms: 0.01", "chat: its objective (TTFT 2000 ms, TPOT 0.01 ms) is out of reach"),
+        ("Llama-3.1-8B", "DeepSeek-V3", "chat: its weights and the KV of one prompt fit on no node on offer"),
+        ("tpot_ms: 60", "tpot_ms: 0.01", "chat: its SLO (TTFT 2000 ms, TPOT 0.01 ms) cannot be met"),
     ],
 )
 def test_plan_that_would_serve_nothing_is_refused_with_its_reason(
@@ -373,7 +373,7 @@ def test_unservable_model_does_not_prevent_plans_for_the_others(
 ) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text((SPEC % 4).replace("fleet:\n", UNSERVABLE))
-    text = "hasty: its objective (TTFT 2000 ms, TPOT 0.01 ms) is out of reach"
+    text = "hasty: its SLO (TTFT 2000 ms, TPOT 0.01 ms) cannot be met"
     assert run(["compare", str(path), "--averages", "--time-limit", "2"]) == 0
     assert text in capsys.readouterr().out
     # A plan that serves nothing of a model keeps no promise to it, however cheap it is.

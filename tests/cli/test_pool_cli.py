@@ -193,8 +193,13 @@ def test_pool_replan_refuses_invalid_options_in_one_line(
         ("gbps: 20", "gbps: 0", [], ":12: pool.gbps: must be positive, is 0"),
         ("2xA40", "2xA41", [], ":8: pool.machines[0].node: '2xA41': unknown GPU 'A41'"),
         ("node1", "node0", [], ":9: pool.machines[1].name: duplicate machine 'node0'"),
-        ("Llama-2-13B", "DeepSeek-V3", [], "chat: its weights with one prompt fit on no node on offer"),
-        ("tpot_ms: 100", "tpot_ms: 0.1", [], "out of reach"),
+        (
+            "Llama-2-13B",
+            "DeepSeek-V3",
+            [],
+            "chat: its weights and the KV of one prompt fit on no node on offer",
+        ),
+        ("tpot_ms: 100", "tpot_ms: 0.1", [], "cannot be met; the fastest"),
         (
             "pool:",
             "- {model: Llama-2-13B, slo: {ttft: 1, tpot: 1}, traffic: {rate_per_s: 1, input: 9, output: 9}}\npool:",

@@ -13,7 +13,7 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
 from potluck.plan.assemble.term_rows import rent_usd_per_h
 from potluck.plan.problem import PlanningProblem, without_nodes
-from potluck.plan.replan_options import at_once, best_answer, ladder, survivors
+from potluck.plan.replan_options import at_once, best_answer, ladder, surviving_deployments
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 
@@ -98,7 +98,7 @@ def test_role_flip_serves_more_when_traffic_shifts_to_long_prompts() -> None:
 
 def test_survivors_fit_the_remaining_nodes() -> None:
     for (region, node), count in SPREAD.nodes.items():
-        left = survivors(without_nodes(PROBLEM, region, node, count - 1), SPREAD)
+        left = surviving_deployments(without_nodes(PROBLEM, region, node, count - 1), SPREAD)
         assert replace(SPREAD, deployments=left).nodes.get((region, node), 0) <= count - 1
         assert sum(d.count for d in left) >= sum(d.count for d in SPREAD.deployments) - count
 

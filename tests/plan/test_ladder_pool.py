@@ -16,7 +16,7 @@ from potluck.core.values.layout import Pool
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Slo
 from potluck.plan.problem import PlanningProblem, without_nodes
-from potluck.plan.replan_options import ReplanOption, best_answer, ladder, left_of, settled
+from potluck.plan.replan_options import ReplanOption, best_answer, ladder, surviving_replicas, with_running_formats
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 
@@ -52,7 +52,7 @@ def problem_without(problem: PlanningProblem, names: list[str]) -> PlanningProbl
 
 def checked_answers(now: PlanningProblem, running_plan: Plan) -> tuple[ReplanOption, ...]:
     answers = ladder(now, running_plan, STRATEGIES["auto"], QUICK)
-    left = left_of(settled(now, running_plan), running_plan)
+    left = surviving_replicas(with_running_formats(now, running_plan), running_plan)
     loaded = {replica.layout for replicas in left.values() for replica in replicas}
     for replan_option in answers:
         assert verify(now, replan_option.plan) == (), replan_option.step
@@ -94,17 +94,17 @@ def test_loss_by_machine_type_takes_idle_machines_first() -> None:
         Pool(tuple(nodes), ((1.0, 9.0), (9.0, 1.0)), ((0.0,) * 2,) * 2), a_demand(rate_per_s=0.5)
     )
     plan = STRATEGIES["thunderserve"](
-        TemplateFactory(pool_problem(problem.pool.only([1]), *problem.demands)), QUICK
+        TemplateFactory(pool_problem(problem.pool.only([1]), *problem.buckets)), QUICK
     ).plan  # type: ignore[union-attr]
     assert set(plan.templates[0].machines) == {"y"}
     fewer = without_nodes(problem, "pool", "4xA40", 1)
-    assert [node.name for node in settled(fewer, plan).pool.nodes] == ["y"]  # type: ignore[union-attr]
+    assert [node.name for node in with_running_formats(fewer, plan).pool.nodes] == ["y"]  # type: ignore[union-attr]
     assert checked_answers(fewer, plan)[0].served_fraction == pytest.approx(plan.fraction)
 
 
 def test_pool_role_flip_serves_at_least_as_much_when_lengths_change() -> None:
     """From long answers to long prompts, on the same machines."""
-    now = replace(PROBLEM, demands=(a_demand("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),)),))
+    now = replace(PROBLEM, buckets=(a_demand("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),)),))
     reroute, flip, _ = checked_answers(now, RUNNING)
     assert flip.served_fraction >= reroute.served_fraction
     if flip.served_fraction > reroute.served_fraction + 1e-6:

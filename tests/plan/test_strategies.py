@@ -15,7 +15,7 @@ from potluck.core.values.plan import Charge, Deployment, plan_from_json, plan_to
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import Link, Slo
 from potluck.plan.explain import (
-    SURE_GAP,
+    MAX_COMPARABLE_GAP,
     describe,
     expected,
     explain,
@@ -220,7 +220,7 @@ def check_reasons(problem: PlanningProblem, name: str, asking: SolveSettings) ->
         if usd_per_h is not None:
             extra, cost = other.total_usd_per_h - outcome.plan.total_usd_per_h, other.total_usd_per_h
             assert usd_per_h == pytest.approx(
-                extra, abs=2 * SURE_GAP * cost if asking != QUICK else 2e-4 * cost
+                extra, abs=2 * MAX_COMPARABLE_GAP * cost if asking != QUICK else 2e-4 * cost
             )
 
     for reason in explanation.models:

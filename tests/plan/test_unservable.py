@@ -24,7 +24,7 @@ def test_unservable_model_is_left_out_and_the_others_are_planned() -> None:
     assert verify(shop.problem, outcome.plan) == ()
     assert {t.model for t in outcome.plan.templates} == {"chat"}
     assert len(notes) == 1
-    assert notes[0].startswith("strict: its objective")
+    assert notes[0].startswith("strict: its SLO")
 
 
 def test_requests_beyond_the_context_are_left_out_and_reported() -> None:

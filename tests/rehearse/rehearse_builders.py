@@ -8,7 +8,7 @@ from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.rehearse.evidence import TrialSetup
-from potluck.rehearse.request_sources import made_up
+from potluck.rehearse.request_sources import generated
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.sim_settings import SimSettings as Running
 
@@ -47,7 +47,7 @@ def a_trial(
         {item.model: (item.mean_input_tokens, item.mean_output_tokens) for item in traffic},
     )
     asked = {item.model: item for item in traffic}
-    source = made_up(traffic, cv)
+    source = generated(traffic, cv)
     return TrialSetup(
         resolved_plan, source, Policy(admission=False), Running(), asked, most_requests=requests
     )

@@ -20,10 +20,10 @@ from potluck.core.values.plan import PlannedReplica
 from potluck.core.values.types import LengthBin, Role, Slo, Traffic
 from potluck.plan.strategies import TemplateFactory
 from potluck.rehearse.evidence import (
-    LEAST_BATCHES,
-    LEAST_REQUESTS,
-    LOOKS,
-    WARM_UP,
+    BATCHES_OF_RUNS,
+    MIN_BATCH_REQUESTS,
+    MIN_BATCHES,
+    WARM_UP_ANSWERS,
     Evidence,
     PairTrial,
     answer_length_s,
@@ -32,7 +32,7 @@ from potluck.rehearse.evidence import (
     wilson,
 )
 from potluck.rehearse.queueing_margins import restored, scaled
-from potluck.rehearse.request_sources import FRESH, made_up, recorded
+from potluck.rehearse.request_sources import FRESH, generated, recorded
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
@@ -67,7 +67,7 @@ def test_variation_between_runs_lowers_the_bound() -> None:
     assert wild.margin < 0 < calm.margin
 
 
-@pytest.mark.parametrize(("looks", "most_wrong"), [((6,), 0.08), (LOOKS, 0.1)])
+@pytest.mark.parametrize(("looks", "most_wrong"), [((6,), 0.08), (BATCHES_OF_RUNS, 0.1)])
 def test_attainment_bound_is_wrong_in_about_five_percent_of_cases(
     looks: tuple[int, ...], most_wrong: float
 ) -> None:
@@ -97,7 +97,7 @@ def test_trial_is_reproducible_and_its_warm_up_is_not_judged() -> None:
     warm_up_s, batch_s = trial.spans_s(["chat"])
     assert once.requests == pytest.approx(4 * batch_s * 8.0, rel=0.1)
     assert len(once.attained) == 4
-    assert warm_up_s == pytest.approx(WARM_UP * answer_length_s(trial.world.slos["chat"], traffic[0]))
+    assert warm_up_s == pytest.approx(WARM_UP_ANSWERS * answer_length_s(trial.world.slos["chat"], traffic[0]))
 
 
 def test_trial_samples_until_the_verdict_is_clear() -> None:
@@ -107,7 +107,7 @@ def test_trial_samples_until_the_verdict_is_clear() -> None:
     (held,) = evidence_of(calm, calm.world.plan)
     assert held.holds
     assert held.answer_lengths >= 20
-    crowded = replace(calm, source=made_up((hard,), 1.0), traffic={"chat": hard})
+    crowded = replace(calm, source=generated((hard,), 1.0), traffic={"chat": hard})
     (missed,) = evidence_of(crowded, calm.world.plan)
     assert missed.misses
     assert missed.requests < held.requests
@@ -206,7 +206,7 @@ def a_trace(count: int = 4000, rate_per_s: float = 8.0) -> Workload:
 
 
 def test_run_number_determines_the_requests_of_each_model() -> None:
-    source = made_up([a_traffic("chat"), a_traffic("code")], cv=3.0)
+    source = generated([a_traffic("chat"), a_traffic("code")], cv=3.0)
     assert np.array_equal(source(4, ["chat"], 60.0).arrival_s, source(4, ["chat"], 60.0).arrival_s)
     assert not np.array_equal(source(4, ["chat"], 60.0).arrival_s, source(FRESH, ["chat"], 60.0).arrival_s)
     both = source(4, ["chat", "code"], 60.0)
@@ -215,17 +215,17 @@ def test_run_number_determines_the_requests_of_each_model() -> None:
     gaps = np.diff(source(1, ["code"], 5_000.0).arrival_s)
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(3.0, rel=0.1)
     with pytest.raises(InputError):
-        made_up([a_traffic(rate_per_s=0.0)])
+        generated([a_traffic(rate_per_s=0.0)])
 
 
 def test_trial_length_follows_the_request_rate_within_limits() -> None:
     rare = a_traffic(rate_per_s=0.01)
     trial = a_trial(a_problem(rare), (rare,))
     _, batch_s = trial.spans_s(["chat"])
-    assert batch_s * 0.01 >= LEAST_REQUESTS
+    assert batch_s * 0.01 >= MIN_BATCH_REQUESTS
     flood = replace(trial, traffic={"chat": a_traffic(rate_per_s=5_000.0)})
     warm_up_s, batch_s = flood.spans_s(["chat"])
-    assert (warm_up_s + LEAST_BATCHES * batch_s) * 5_000.0 == pytest.approx(flood.most_requests)
+    assert (warm_up_s + MIN_BATCHES * batch_s) * 5_000.0 == pytest.approx(flood.most_requests)
 
 
 def test_trace_is_divided_into_disjoint_runs() -> None:

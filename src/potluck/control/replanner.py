@@ -15,7 +15,7 @@ from potluck.control.control_values import PlanReply, PlanRequest
 from potluck.core.values.plan import Plan
 from potluck.plan.current_problem import INTERVAL_S, Startups, observed, problem_now, with_candidates
 from potluck.plan.problem import PlanningProblem
-from potluck.plan.replan_options import ReplanOption, at_once, best_answer, survivors
+from potluck.plan.replan_options import ReplanOption, at_once, best_answer, surviving_deployments
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import Planner
 
@@ -55,7 +55,7 @@ class Replanner:
         if (
             plan_request.running is None
             or whole is None
-            or set(survivors(problem, whole)) == set(whole.deployments)
+            or set(surviving_deployments(problem, whole)) == set(whole.deployments)
         ):
             return PlanReply(None, "no machine is missing")
         replan_option = self._at_once(problem, plan_request.running)
@@ -72,7 +72,7 @@ class Replanner:
         now = None
         if running_plan is not None:
             now = self._at_once(problem, running_plan)
-            left = replace(running_plan, deployments=survivors(problem, running_plan))
+            left = replace(running_plan, deployments=surviving_deployments(problem, running_plan))
             settings = replace(settings, running=left)
         factory, force = self.factory_of(problem), plan_request.planned or running_plan
         strategy = STRATEGIES.get("auto" if force is None else force.strategy, STRATEGIES["auto"])

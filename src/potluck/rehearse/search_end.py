@@ -40,6 +40,8 @@ MAX_BINDING_NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class SearchEnd:
+    """The reason why the search ended, as a code and in words."""
+
     ending: SearchEnding
     words: str
 
@@ -57,22 +59,23 @@ REQUESTS_LEFT_OUT = SearchEnd("requests_left_out", "no plan serves all of the re
 
 
 def no_larger_plan(
-    problem: PlanningProblem, allocation: Allocation, asked: dict[str, float], names: Collection[str]
+    problem: PlanningProblem, allocation: Allocation, factors: dict[str, float], names: Collection[str]
 ) -> SearchEnd:
-    """The end of a search whose planner found no plan for `asked` times the demand of these models."""
-    more = ", ".join(f"{asked[name]:.3g} times the demand of {name}" for name in sorted(names))
+    """The end of a search whose planner found no plan for these multiples of the models' demand."""
+    demand = ", ".join(f"{factors[name]:.3g} times the demand of {name}" for name in sorted(names))
     shortfall = allocation.shortfall
     if shortfall is None:
-        return SearchEnd("planner_time", f"the planner found no plan for {more} within its time limit")
+        return SearchEnd("planner_time", f"the planner found no plan for {demand} within its time limit")
     if shortfall.overpinned or shortfall.unkept or shortfall.unserved:
-        return SearchEnd("terms", f"no plan serves {more}: {shortfall}")
-    # Without a resource that binds, the nodes suffice for parts of copies and not for whole ones.
+        return SearchEnd("terms", f"no plan serves {demand}: {shortfall}")
+    # Without a binding resource, the nodes suffice for fractional copies but not for whole ones.
     binding = shortfall.binding[:MAX_BINDING_NAMES] or ("whole copies, not any one resource",)
     ending: SearchEnding = _resource(problem, shortfall.binding[0]) if shortfall.binding else "nodes"
-    return SearchEnd(ending, f"no plan serves {more}; limited by: {', '.join(binding)}")
+    return SearchEnd(ending, f"no plan serves {demand}; limited by: {', '.join(binding)}")
 
 
 def _resource(problem: PlanningProblem, name: str) -> SearchEnding:
+    """The ending for a binding resource of this name."""
     if name == "budget":
         return "budget"
     if name.startswith("link "):

@@ -72,7 +72,7 @@ def evidence_lines(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOpti
         return []
     best_plan, lines = rehearsal.best, []
     for item in best_plan.evidence:
-        lines.append(evidence_line(item.told(best_plan.fresh, rehearsal_options.cv)))
+        lines.append(evidence_line(item.summary(best_plan.fresh, rehearsal_options.cv)))
         if item.left_out > 0:
             lines.append(
                 f"{item.model}: {percent(item.left_out)} of requests unserved by any plan, counted as misses"
@@ -88,7 +88,7 @@ def with_evidence(
     from potluck.plan.explain import expected
 
     best_plan = rehearsal.best
-    shown = tuple(item.told(best_plan.fresh, gap_cv) for item in best_plan.evidence)
+    shown = tuple(item.summary(best_plan.fresh, gap_cv) for item in best_plan.evidence)
     seen_s = {item.model: (item.ttft_s, item.tpot_s) for item in best_plan.evidence if item.ttft_s > 0}
     plan = expected(problem, plan, seen_s)
     return replace(plan, rehearsed=Rehearsed(rehearsal_digest(plan, spec, problem), shown))
@@ -284,7 +284,7 @@ def simulated_briefly(
         return ()
     report_stage("simulating the plan")
     trial = trial_of(spec, problem, plan, RehearsalOptions())
-    return tuple(evidence.told() for evidence in tried(judge_of(trial), plan, trial.traffic))
+    return tuple(evidence.summary() for evidence in tried(judge_of(trial), plan, trial.traffic))
 
 
 def estimate_of(
@@ -311,8 +311,8 @@ def trial_of(
 ) -> TrialSetup:
     """How plans of a spec are simulated: resolved plan, request source and limits."""
     from potluck.cli.simulating.simulation import SimulationInputs, scene_of
-    from potluck.rehearse.evidence import LOOKS, TrialSetup
-    from potluck.rehearse.request_sources import PIECES, made_up, recorded
+    from potluck.rehearse.evidence import BATCHES_OF_RUNS, TrialSetup
+    from potluck.rehearse.request_sources import TRACE_PIECES, generated, recorded
     from potluck.sim.sim_settings import SimSettings as Running
 
     resolved_plan = scene_of(SimulationInputs(spec, problem, plan))
@@ -321,7 +321,7 @@ def trial_of(
     source = (
         recorded(traces, traffic)
         if traces
-        else made_up(traffic, 1.0 if rehearsal_options.cv is None else rehearsal_options.cv, seed)
+        else generated(traffic, 1.0 if rehearsal_options.cv is None else rehearsal_options.cv, seed)
     )
     shares: dict[str, float] = {}
     if left_out := _left_out(problem):
@@ -338,14 +338,16 @@ def trial_of(
     most = rehearsal_options.requests or (
         LONG_REHEARSAL_MAX_REQUESTS if rehearsal_options.rehearse else setup.most_requests
     )
-    return replace(setup, most_requests=most, looks=LOOKS[: PIECES // 2] if traces else LOOKS)
+    return replace(
+        setup, most_requests=most, looks=BATCHES_OF_RUNS[: TRACE_PIECES // 2] if traces else BATCHES_OF_RUNS
+    )
 
 
 def _traces(spec: Spec, rehearsal_options: RehearsalOptions) -> dict[str, Workload]:
     """The spec's own traces that are long enough to replay; requests of other models are synthetic."""
     from potluck.cli.common.workloads import WorkloadOptions as Wanted
     from potluck.cli.common.workloads import of_trace
-    from potluck.rehearse.request_sources import LEAST_PIECE, PIECES
+    from potluck.rehearse.request_sources import MIN_PIECE_REQUESTS, TRACE_PIECES
     from potluck.spec.traces import load_trace
 
     traces = {}
@@ -358,7 +360,7 @@ def _traces(spec: Spec, rehearsal_options: RehearsalOptions) -> dict[str, Worklo
             and model.traffic.rate_per_s > 0
         ):
             traces[model.name] = of_trace(trace, model.name, Wanted())
-    short = any(len(workload) < PIECES * LEAST_PIECE for workload in traces.values())
+    short = any(len(workload) < TRACE_PIECES * MIN_PIECE_REQUESTS for workload in traces.values())
     return {} if short and not rehearsal_options.rehearse else traces
 
 
@@ -439,7 +441,7 @@ def _show_plans(rehearsal: Rehearsal) -> None:
         )
         for item in rehearsed.evidence:
             promised = item.promised
-            verdict = f"{VERDICTS[item.told().verdict]}, target {target(promised)}"
+            verdict = f"{VERDICTS[item.summary().verdict]}, target {target(promised)}"
             refused = "" if item.answers else ", refusals"
             shares = (percent(item.mean, promised), percent(item.lower, promised))
             rows.append((*plan_cells, item.model, rehearsed.made[item.model], *shares, f"{verdict}{refused}"))

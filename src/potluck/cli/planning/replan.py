@@ -302,7 +302,7 @@ def after_losses(
     problem: PlanningProblem, running_plan: Plan, losses: Sequence[str]
 ) -> tuple[Plan, PlanningProblem]:
     """The copies that are left, and the nodes: those that are rented are lost before those that are not."""
-    from potluck.plan.replan_options import held_by
+    from potluck.plan.replan_options import deployments_held_by
     from potluck.plan.timing.named_machines import named
 
     used = {machine for template in running_plan.templates for machine in template.machines}
@@ -318,7 +318,7 @@ def after_losses(
             **running_plan.nodes,
             (region, node): max(0, running_plan.nodes.get((region, node), 0) - int(value)),
         }
-        running_plan = replace(running_plan, deployments=held_by(held, running_plan))
+        running_plan = replace(running_plan, deployments=deployments_held_by(held, running_plan))
     return running_plan, problem
 
 

@@ -174,7 +174,7 @@ def _rehearsed(
     if result is None:
         return outcome.plan, ()
     best_plan = result.best
-    lines = tuple(evidence_line(item.told()) for item in best_plan.evidence)
+    lines = tuple(evidence_line(item.summary()) for item in best_plan.evidence)
     more = best_plan.cost_usd_per_h - outcome.plan.total_usd_per_h
     if not result.holds:
         lines = (*lines, f"no plan met its SLOs in simulation ({result.end}); this one came closest")
