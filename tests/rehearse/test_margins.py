@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rehearse_builders import SETTINGS, a_problem, melange
 
 from potluck.plan.strategies import TemplateFactory
-from potluck.rehearse.queueing_margins import APART, DeploymentQueue, _late, queues_of
+from potluck.rehearse.queueing_margins import G_PREFILL, DeploymentQueue, _late_share, queues_of
 
 PROBLEM = a_problem()
 ASK = PROBLEM.demands[0]
@@ -21,7 +21,7 @@ QUEUE = DeploymentQueue("prefill", 1, 0.7, 0.1, 1.0, 0.0, 0.0, 0.3, 1.0)
 def test_queue_margin_of_one_server_follows_m_m_1() -> None:
     """M/M/1: P(wait > w) = u exp(-(1 - u) w / S), but for the fitted factor in the exponent."""
     left_s = 0.9 * ASK.slo.ttft_s - QUEUE.own_s
-    assert _late(QUEUE, ASK, 1.0, 1.0) == pytest.approx(0.7 * exp(-APART * 0.3 * left_s / 0.1))
+    assert _late_share(QUEUE, ASK, 1.0, 1.0) == pytest.approx(0.7 * exp(-G_PREFILL * 0.3 * left_s / 0.1))
 
 
 @given(
@@ -43,12 +43,12 @@ def test_queue_margin_of_one_server_follows_m_m_1() -> None:
 def test_queue_margin_improves_with_headroom_and_even_arrivals(
     queue: DeploymentQueue, cv: float, more: float
 ) -> None:
-    seen = _late(queue, ASK, cv, 1.0)
+    seen = _late_share(queue, ASK, cv, 1.0)
     assert 0.0 <= seen <= 1.0
-    assert _late(queue, ASK, cv, more) <= seen + 1e-9
-    assert _late(queue, ASK, cv + 1.0, 1.0) >= seen - 1e-9
+    assert _late_share(queue, ASK, cv, more) <= seen + 1e-9
+    assert _late_share(queue, ASK, cv + 1.0, 1.0) >= seen - 1e-9
     if queue.phase != "decode":
-        assert _late(replace(queue, servers=2 * queue.servers), ASK, cv, 1.0) <= seen + 1e-9
+        assert _late_share(replace(queue, servers=2 * queue.servers), ASK, cv, 1.0) <= seen + 1e-9
 
 
 def test_plan_queues_have_the_planned_utilization_and_cover_all_requests() -> None:

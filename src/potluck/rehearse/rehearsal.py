@@ -1,16 +1,16 @@
-"""The cheapest plan that keeps every promise in simulation: a bounded search over plans, each judged by evidence.
+"""Search for the cheapest plan that meets all SLOs in simulation, within limits on plans, solves and requests.
 
-Models share no replica, so a plan is a part for each model, and a part that was tried once need not be tried again
-beside others (unless its KV crosses links that others use). Each model has a pool of parts:
+Models share no replica, so a plan is a part for each model, and a simulated part need not be simulated again beside
+other parts (unless its KV crosses links that others use). Each model has a pool of parts:
 
-    the plan on averages, and the plans of other strategies       restricted sets of columns, rivals
-    the planner's plan for more demand than there is              headroom
+    the plan for mean traffic, and those of other strategies      restricted sets of columns
+    the planner's plan for scaled-up demand                       headroom
     the planner's plan without the columns that missed            near-optimal alternatives
-    a copy more of a column that missed, one less of one held     single steps
+    a copy more of a column that missed, one fewer if it held     single steps
 
-First one plan that holds is looked for, guided by queueing: the cheapest parts that are expected to hold, with ever
-more to spare where some miss. Then all that costs less is tried, the cheapest first. What is left in the end is the
-cheapest of all that evidence supports, or, where plans, solves or requests run out before, the cheapest so far.
+The search first looks for one plan that holds, guided by queueing estimates: the cheapest parts expected to hold,
+with more and more spare capacity while some miss. Then it tries everything cheaper, cheapest first. The result is the
+cheapest plan that holds, or the cheapest found so far when a limit is reached.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies.template_factory import Planner, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 from potluck.rehearse.evidence import Evidence
-from potluck.rehearse.queueing_margins import SURE, assembled, cost_by_model, late, restored, scaled
+from potluck.rehearse.queueing_margins import (
+    ALLOWED_LATE_SHARE,
+    assembled,
+    cost_by_model,
+    late,
+    restored,
+    scaled,
+)
 from potluck.rehearse.request_sources import FRESH
 from potluck.rehearse.search_end import (
     HOLDS,
@@ -41,44 +48,45 @@ from potluck.rehearse.search_end import (
     no_larger_plan,
 )
 
-SAME_COST = 0.002  # a gap between costs that is not worth a trial
-ABOUT_AS_CLOSE = 0.25  # of what a promise leaves open: nobody pays several times as much for so little
-GROWTH, SMALL_GROWTH, NEAR = 1.25, 1.05, 0.5
-"""What a part of the same columns must have to spare, over one that missed, or that missed by little: by less than so
-much of what the promise leaves open.
-"""
-FEW = 4
-"""Copies that need all of that growth. What chance asks for falls with the square root of how many there are."""
-STEP = 0.1  # of a column's copies that are added or taken at once; one at least
-LIKELY = 2.0  # Times as many late as may be: where queueing expects more, it is seldom wrong.
-UNLIKELY = 6  # plans against its advice that are tried all the same, the cheapest
-MOST_COMBINATIONS = 200  # of parts that are looked at for one that fits into the fleet
+MIN_SAVING_SHARE = 0.002  # Of a plan's cost; smaller savings are not worth a simulation.
+EQUAL_MARGIN = 0.25  # Difference of SLO margins below which the cheaper plan is preferred.
+GROWTH, SMALL_GROWTH, NEAR_MISS_MARGIN = 1.25, 1.05, 0.5
+"""Growth of spare capacity after a miss of the same columns and after a near miss, and the margin of a near miss."""
+FULL_GROWTH_MAX_COPIES = 4
+"""Copies up to which the full growth applies; beyond, it falls with the square root of the number of copies."""
+COPY_STEP_SHARE = 0.1  # Of a column's copies, added or removed in one step; at least one copy.
+MAX_LATE_RATIO = 2.0
+"""Expected late share relative to the allowed one, above which a part counts as unlikely to hold."""
+MAX_UNLIKELY_PLANS = 6  # Plans tried although queueing estimates expect them to miss, cheapest first.
+MAX_COMBINATIONS = 200  # Combinations of parts examined for one that fits the fleet.
 
 
 Judge = Callable[[Plan, Collection[str], int], tuple[Evidence, ...]]
-"""What a plan does for some models, which are run together, in runs from a number on."""
+"""(plan, models, first run) to the evidence of these models, simulated together."""
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsalRules:
-    most_plans: int = 24  # That are tried.
-    most_solves: int = 6  # Of the planner, beside the plans that are there at first.
-    most_requests: int = 150_000  # Simulated in all, after which no further plan is begun.
-    fresh: bool = False  # Whether the plan must hold again, in runs that no plan was chosen by.
-    cv: float = 1.0  # How gaps between requests vary, for queueing.
-    enough: Callable[[], bool] = lambda: False  # Asked before each further plan; ends the search.
+    """Limits of the search."""
+
+    most_plans: int = 24  # Simulated plans.
+    most_solves: int = 6  # Planner runs, beside the plans given at first.
+    most_requests: int = 150_000  # Simulated requests in all, after which no further plan is simulated.
+    fresh: bool = False  # Whether the chosen plan must hold in fresh runs, which the search has not used.
+    cv: float = 1.0  # Coefficient of variation of the gaps between requests, for queueing estimates.
+    enough: Callable[[], bool] = lambda: False  # Checked before each further plan; true ends the search.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelPart:
-    """What a plan has for one model, as a plan of that model alone."""
+    """One model's part of a plan, as a plan of that model alone."""
 
     model: str
     plan: Plan
-    made: str  # How, in words.
+    made: str  # Description of its origin.
     usd_per_h: float
-    spare: float  # How many times the demand it serves on averages.
-    late: float  # Share of requests that queueing expects to be late, over what may be.
+    spare: float  # Capacity for mean traffic relative to the demand.
+    late: float  # Expected share of late requests, relative to the allowed share.
     key: object
 
     @property
@@ -88,6 +96,8 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class RehearsedPlan:
+    """A simulated plan with its evidence."""
+
     number: int
     parts: Mapping[str, ModelPart]
     evidence: tuple[Evidence, ...]
@@ -112,18 +122,18 @@ class RehearsedPlan:
 
     @property
     def margin(self) -> float:
-        """Of the model that is worst off."""
+        """The smallest margin of any model."""
         return min((item.margin for item in self.evidence), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """How it went. `chosen` is the cheapest plan that held, of the requests that any plan serves; None: none did."""
+    """Result of the search. `chosen` is the cheapest plan that held for the requests it serves; None: none did."""
 
     steps: tuple[RehearsedPlan, ...]
     chosen: RehearsedPlan | None
     end: SearchEnd
-    averages: PlanOutcome  # The plan that suffices on averages alone.
+    averages: PlanOutcome  # The cheapest plan for mean traffic.
 
     @property
     def holds(self) -> bool:
@@ -131,23 +141,29 @@ class Rehearsal:
 
     @property
     def best(self) -> RehearsedPlan:
+        """The chosen plan; without one, the cheapest of those closest to their SLOs."""
         if self.chosen is not None:
             return self.chosen
-        closest = max(rehearsed.margin for rehearsed in self.steps)
-        close = [rehearsed for rehearsed in self.steps if rehearsed.margin >= closest - ABOUT_AS_CLOSE]
-        return min(close, key=lambda rehearsed: (rehearsed.cost_usd_per_h, -rehearsed.margin))
+        best_margin = max(rehearsed.margin for rehearsed in self.steps)
+        near_best = [rehearsed for rehearsed in self.steps if rehearsed.margin >= best_margin - EQUAL_MARGIN]
+        return min(near_best, key=lambda rehearsed: (rehearsed.cost_usd_per_h, -rehearsed.margin))
 
     @property
     def outcome(self) -> PlanOutcome:
-        """The best plan, with how far it is from the least that any plan costs on averages."""
+        """The best plan, with its gap against the lower bound for mean traffic."""
         base_outcome, plan = self.averages, self.best.plan
-        cost, least = plan.total_usd_per_h, base_outcome.plan.total_usd_per_h * (1 - base_outcome.plan.gap)
-        gap = max(0.0, cost - least) / cost if cost > 0 else 0.0
+        cost, lower_bound = (
+            plan.total_usd_per_h,
+            base_outcome.plan.total_usd_per_h * (1 - base_outcome.plan.gap),
+        )
+        gap = max(0.0, cost - lower_bound) / cost if cost > 0 else 0.0
         return replace(base_outcome, plan=replace(plan, strategy=base_outcome.plan.strategy, gap=gap))
 
 
 @dataclass(slots=True)
 class _PlanSearch:
+    """State of the search: pools of parts, evidence so far, and what the next parts need."""
+
     factory: TemplateFactory
     planner: Planner
     settings: SolveSettings
@@ -155,22 +171,24 @@ class _PlanSearch:
     rules: RehearsalRules
     pools: dict[str, list[ModelPart]] = field(default_factory=dict)
     keys: set[object] = field(default_factory=set)  # Of all parts in the pools.
-    seen: dict[object, Evidence] = field(default_factory=dict)
-    """By a part's key, with the parts beside it where they share links. Others may have tried it too."""
-    missed: set[object] = field(default_factory=set)  # Keys of what was tried here and did not hold.
+    evidence: dict[object, Evidence] = field(default_factory=dict)
+    """Evidence by part key, plus the parts beside it where they share links; may hold results of earlier searches."""
+    missed: set[object] = field(default_factory=set)  # Keys of parts that missed in this search.
     needed: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
-    """What a model's part of the same templates should have to spare, after one that missed."""
-    roomy: dict[str, float] = field(default_factory=dict)
-    """What any part of a model should have to spare, after one that missed."""
-    asked: dict[str, float] = field(default_factory=dict)
-    """The most demand that was planned for, times what there is."""
-    no_larger: SearchEnd | None = None  # What binds, once the planner found no plan for that.
-    unfit: bool = False  # Whether parts were left to try that do not fit into the fleet together.
+    """Spare capacity needed by a model's part of the same templates, after one that missed."""
+    needed_spare: dict[str, float] = field(default_factory=dict)
+    """Spare capacity needed by any part of a model, after one that missed."""
+    planned_factors: dict[str, float] = field(default_factory=dict)
+    """Largest factor on each model's demand that was planned for."""
+    no_larger: SearchEnd | None = (
+        None  # The binding limits, once the planner found no plan for these factors.
+    )
+    combinations_unfit: bool = False  # Whether the parts left to try do not fit the fleet together.
     steps: list[RehearsedPlan] = field(default_factory=list)
     solves: int = 0
     requests: int = 0
-    whole: list[dict[str, ModelPart]] = field(default_factory=list)
-    """Parts that were planned together, and so fit together."""
+    joint_parts: list[dict[str, ModelPart]] = field(default_factory=list)
+    """Parts of one plan, which fit the fleet together."""
 
     @property
     def problem(self) -> PlanningProblem:
@@ -181,194 +199,225 @@ class _PlanSearch:
         self.offer(outcome.plan, outcome.plan.strategy)
         for plan in outcome.alternatives:
             self.offer(plan, plan.strategy)
-        best_plan = self._first_that_holds()
+        best_plan = self._find_first()
         while best_plan is not None:
             best_plan = self._cheapest_below(best_plan)
             if not self.rules.fresh and all(item.long for item in best_plan.evidence):
                 return best_plan, HOLDS
-            verdict = self._try(best_plan.parts, best_plan.plan, fresh=True)
+            verdict = self._simulate(best_plan.parts, best_plan.plan, fresh=True)
             if verdict.suffices:
                 return verdict, HOLDS_IN_FRESH_RUNS
-            self._learn(verdict)
-            self._vary(verdict, more=True)
+            self._raise_needed_spare(verdict)
+            self._offer_variants(verdict, more=True)
             held = [
                 rehearsed for rehearsed in self.steps if rehearsed.suffices and not self._missed(rehearsed)
             ]
             best_plan = (
                 min(held, key=lambda rehearsed: rank_usd_per_h(self.problem, rehearsed.plan), default=None)
-                or self._first_that_holds()
+                or self._find_first()
             )
-        return None, self._end()
+        return None, self._end_without_plan()
 
-    def _end(self) -> SearchEnd:
-        """Why the search ended without a plan that holds: its limits first, then what stands in the way."""
-        rules, tried = self.rules, len(self.steps)
+    def _end_without_plan(self) -> SearchEnd:
+        """Reason why the search ended without a plan that holds: its limits first, then the binding resources."""
+        rules, plan_count = self.rules, len(self.steps)
         if rules.enough():
-            return SearchEnd("time", f"the search reached its time limit after {tried} {_plans(tried)}")
-        if tried >= rules.most_plans:
+            return SearchEnd(
+                "time", f"the search reached its time limit after {plan_count} {_plans(plan_count)}"
+            )
+        if plan_count >= rules.most_plans:
             return SearchEnd("plans", f"the search reached its limit of {rules.most_plans} plans")
         if self.requests >= rules.most_requests:
             limit = f"its limit of {rules.most_requests:,} simulated requests"
-            return SearchEnd("requests", f"the search reached {limit} after {tried} {_plans(tried)}")
-        if self.unfit:
-            what = "the plans of single models that are left to try do not fit into the fleet together"
-            return SearchEnd("combinations", what)
+            return SearchEnd(
+                "requests", f"the search reached {limit} after {plan_count} {_plans(plan_count)}"
+            )
+        if self.combinations_unfit:
+            reason = "the plans of single models that are left to try do not fit into the fleet together"
+            return SearchEnd("combinations", reason)
         if self.no_larger is not None:
             return self.no_larger
-        most = max(self.asked.values(), default=1.0)
-        runs = f"{self.solves} planner runs, the limit of the search, for up to {most:.3g} times the demand"
-        return SearchEnd("solves", f"{tried} {_plans(tried)} missed, and {runs} gave no other plan")
+        largest_factor = max(self.planned_factors.values(), default=1.0)
+        limit = f"{self.solves} planner runs, the limit of the search"
+        solves = f"{limit}, for up to {largest_factor:.3g} times the demand"
+        return SearchEnd(
+            "solves", f"{plan_count} {_plans(plan_count)} missed, and {solves} gave no other plan"
+        )
 
     @property
-    def _spent(self) -> bool:
+    def _is_exhausted(self) -> bool:
+        """Whether a limit of the search is reached."""
         rules = self.rules
         over = len(self.steps) >= rules.most_plans or self.requests >= rules.most_requests
         return bool(self.steps) and (over or self.rules.enough())
 
-    def _first_that_holds(self) -> RehearsedPlan | None:
-        """Some plan that holds, cheap if queueing is right."""
-        while not self._spent:
-            able = {name: self._likely(name, roomy=True) for name in self.pools}
-            if self._solve_for_more([name for name, parts in able.items() if not parts]):
+    def _find_first(self) -> RehearsedPlan | None:
+        """Find any plan that holds, starting with the cheapest parts that queueing estimates favour."""
+        while not self._is_exhausted:
+            likely = {name: self._likely_parts(name, roomy=True) for name in self.pools}
+            if self._solve_for_more([name for name, parts in likely.items() if not parts]):
                 continue
-            # Where no part is expected to hold, the one with most to spare is the best guess.
-            rehearsed = self._next({name: parts or self._open(name, -1)[:1] for name, parts in able.items()})
+            # Where no part is expected to hold, the one with the most spare capacity is tried.
+            rehearsed = self._simulate_next(
+                {name: parts or self._untested_parts(name, -1)[:1] for name, parts in likely.items()}
+            )
             if rehearsed is None:
                 if self._solve_for_another():
                     continue
                 return None
             if rehearsed.suffices:
                 return rehearsed
-            self._learn(rehearsed)
-            self._vary(rehearsed, more=True)
+            self._raise_needed_spare(rehearsed)
+            self._offer_variants(rehearsed, more=True)
         return None
 
     def _solve_for_another(self) -> bool:
-        """Plan the models that have no part left to try, for more than any part that missed, then without the columns
-        that missed; whether that gave a new part. Not where parts are left that do not fit together."""
-        names = [name for name in self.pools if not self._open(name)]
-        if not names and not self.unfit:  # what missed did so beside others, over links that they share
+        """Plan the models without untested parts for more than the missed parts, then without the missed columns.
+
+        Returns whether that gave a new part. Does nothing for models whose untested parts do not fit together.
+        """
+        names = [name for name in self.pools if not self._untested_parts(name)]
+        if (
+            not names and not self.combinations_unfit
+        ):  # The misses occurred beside other parts, over shared links.
             names = list(self.pools)
         for name in names:
-            self.asked[name] = max(self.asked.get(name, 1.0), self.roomy.get(name, 1.0))
-        while names and not self.no_larger and self.solves < self.rules.most_solves and not self._spent:
+            self.planned_factors[name] = max(
+                self.planned_factors.get(name, 1.0), self.needed_spare.get(name, 1.0)
+            )
+        while (
+            names and not self.no_larger and self.solves < self.rules.most_solves and not self._is_exhausted
+        ):
             if self._solve_for_more(names):
                 return True
         missed = [part for name in names for part in self.pools[name] if part.key in self.missed]
         columns = frozenset(column for part in missed for column in part.columns)
-        return bool(columns) and self._planned(names, {}, columns)
+        return bool(columns) and self._plan_models(names, {}, columns)
 
-    def _likely(self, name: str, most_late: float = 1.0, roomy: bool = False) -> list[ModelPart]:
-        """Parts that held, or that are expected to; `roomy`: with more to spare than all that missed."""
-        least = self.roomy.get(name, 0.0) if roomy else 0.0
+    def _likely_parts(self, name: str, most_late: float = 1.0, roomy: bool = False) -> list[ModelPart]:
+        """Parts that held or are expected to; `roomy`: with more spare capacity than all parts that missed."""
+        needed_spare = self.needed_spare.get(name, 0.0) if roomy else 0.0
         return [
             part
-            for part in self._open(name)
+            for part in self._untested_parts(name)
             if self._held(part)
             or (
                 part.late <= most_late
-                and part.spare >= max(least, self.needed.get((name, part.columns), 0.0))
+                and part.spare >= max(needed_spare, self.needed.get((name, part.columns), 0.0))
             )
         ]
 
-    def _open(self, name: str, roomiest: int = 0) -> list[ModelPart]:
-        """Parts that are not known to miss, the cheapest first, or those with most to spare."""
+    def _untested_parts(self, name: str, roomiest: int = 0) -> list[ModelPart]:
+        """Parts that have not missed, cheapest first, or with `roomiest` = -1 largest spare capacity first."""
         parts = [part for part in self.pools[name] if part.key not in self.missed]
         return sorted(parts, key=lambda part: roomiest * part.spare or part.usd_per_h)
 
     def _held(self, part: ModelPart) -> bool:
-        item = self.seen.get(part.key)
+        item = self.evidence.get(part.key)
         return item is not None and item.suffices
 
-    def _learn(self, rehearsed: RehearsedPlan) -> None:
+    def _raise_needed_spare(self, rehearsed: RehearsedPlan) -> None:
+        """Raise the spare capacity needed by the models that missed."""
         for item in rehearsed.evidence:
             if not item.suffices:
                 part = rehearsed.parts[item.model]
-                growth = SMALL_GROWTH if item.margin > -NEAR else max(SMALL_GROWTH, _growth(part.plan))
+                growth = (
+                    SMALL_GROWTH if item.margin > -NEAR_MISS_MARGIN else max(SMALL_GROWTH, _growth(part.plan))
+                )
                 self.needed[part.model, part.columns] = part.spare * growth
-                least = part.spare * (1.0 + STEP / 4)
-                self.roomy[part.model] = max(self.roomy.get(part.model, 0.0), least)
+                needed_spare = part.spare * (1.0 + COPY_STEP_SHARE / 4)
+                self.needed_spare[part.model] = max(self.needed_spare.get(part.model, 0.0), needed_spare)
 
     def _cheapest_below(self, best_plan: RehearsedPlan) -> RehearsedPlan:
-        """What is cheaper than a plan that holds, the cheapest first: what is likely to hold, then a few others.
+        """The cheapest plan that holds, after trying cheaper ones: likely parts first, then a few unlikely ones.
 
-        Of what is likely, first what has more to spare than all that missed: where there is time for few plans, these
-        are the ones.
+        Among likely parts, those with more spare capacity than all that missed come first, in case the search must
+        end early.
         """
-        self._vary(best_plan, more=False)
+        self._offer_variants(best_plan, more=False)
         missed = [rehearsed for rehearsed in self.steps if not rehearsed.suffices]
-        # Of a large plan the same columns with a share more are all but what another solve finds.
+        # For a large plan, another solve finds about the same as a share more of the same columns.
         if missed and not any(large(part.plan) for part in best_plan.parts.values()):
             self._solve_above(max(missed, key=lambda rehearsed: rehearsed.margin))
         unlikely = 0
-        while not self._spent:
-            rehearsed = self._next(
-                {name: self._likely(name, LIKELY, roomy=True) for name in self.pools}, best_plan.plan
+        while not self._is_exhausted:
+            rehearsed = self._simulate_next(
+                {name: self._likely_parts(name, MAX_LATE_RATIO, roomy=True) for name in self.pools},
+                best_plan.plan,
             )
             if rehearsed is None:
-                rehearsed = self._next(
-                    {name: self._likely(name, LIKELY) for name in self.pools}, best_plan.plan
+                rehearsed = self._simulate_next(
+                    {name: self._likely_parts(name, MAX_LATE_RATIO) for name in self.pools}, best_plan.plan
                 )
-            if rehearsed is None and unlikely < UNLIKELY:
+            if rehearsed is None and unlikely < MAX_UNLIKELY_PLANS:
                 unlikely += 1
-                rehearsed = self._next({name: self._open(name) for name in self.pools}, best_plan.plan)
+                rehearsed = self._simulate_next(
+                    {name: self._untested_parts(name) for name in self.pools}, best_plan.plan
+                )
             if rehearsed is None:
                 break
             if rehearsed.suffices:
                 best_plan = rehearsed
-                self._vary(rehearsed, more=False)
+                self._offer_variants(rehearsed, more=False)
                 continue
-            self._learn(rehearsed)
-            self._vary(rehearsed, more=True)
+            self._raise_needed_spare(rehearsed)
+            self._offer_variants(rehearsed, more=True)
             if not any(large(part.plan) for part in rehearsed.parts.values()):
                 self._solve_above(rehearsed)
                 self._solve_without(rehearsed)
         return best_plan
 
-    def _next(
+    def _simulate_next(
         self, pools: Mapping[str, Sequence[ModelPart]], below: Plan | None = None
     ) -> RehearsedPlan | None:
-        """Try the cheapest combination of parts that fits; none that costs as much as `below`."""
-        most = None if below is None else rank_usd_per_h(self.problem, below) * (1 - SAME_COST)
-        self.unfit = False
+        """Simulate the cheapest combination of parts that fits the fleet and costs less than `below`."""
+        max_usd_per_h = (
+            None if below is None else rank_usd_per_h(self.problem, below) * (1 - MIN_SAVING_SHARE)
+        )
+        self.combinations_unfit = False
         for parts in self._combinations(pools):
-            plan = self._joined(parts)
-            if most is not None and rank_usd_per_h(self.problem, plan) >= most:
+            plan = self._join(parts)
+            if max_usd_per_h is not None and rank_usd_per_h(self.problem, plan) >= max_usd_per_h:
                 return None
             if self.missed.isdisjoint(self._keys(parts, plan).values()):
                 if not verify(self.problem, plan):
-                    return self._try(parts, plan)
-                self.unfit = True
+                    return self._simulate(parts, plan)
+                self.combinations_unfit = True
         return None
 
     def _combinations(self, pools: Mapping[str, Sequence[ModelPart]]) -> Iterator[dict[str, ModelPart]]:
-        """One part of each pool, the cheapest sums first; then those that were planned together."""
+        """One part of each pool, by increasing total cost; then the parts that were planned together."""
         names = sorted(pools)
         if not names or not all(pools[name] for name in names):
             return
         start = (0,) * len(names)
-        heap, known = [(sum(pools[name][0].usd_per_h for name in names), start)], {start}
-        for _ in range(MOST_COMBINATIONS):
+        heap, visited = [(sum(pools[name][0].usd_per_h for name in names), start)], {start}
+        for _ in range(MAX_COMBINATIONS):
             if not heap:
                 return
-            usd_per_h, places = heappop(heap)
-            yield {name: pools[name][place] for name, place in zip(names, places, strict=True)}
-            for turn, name in enumerate(names):
-                after = (*places[:turn], places[turn] + 1, *places[turn + 1 :])
-                if after[turn] < len(pools[name]) and after not in known:
-                    known.add(after)
-                    step = pools[name][after[turn]].usd_per_h - pools[name][places[turn]].usd_per_h
-                    heappush(heap, (usd_per_h + step, after))
-        chosen = {name: {part.key for part in parts} for name, parts in pools.items()}
-        for parts in self.whole:
-            if all(part.key in chosen[name] for name, part in parts.items()):
+            usd_per_h, indices = heappop(heap)
+            yield {name: pools[name][index] for name, index in zip(names, indices, strict=True)}
+            for position, name in enumerate(names):
+                next_indices = (*indices[:position], indices[position] + 1, *indices[position + 1 :])
+                if next_indices[position] < len(pools[name]) and next_indices not in visited:
+                    visited.add(next_indices)
+                    extra_usd_per_h = (
+                        pools[name][next_indices[position]].usd_per_h
+                        - pools[name][indices[position]].usd_per_h
+                    )
+                    heappush(heap, (usd_per_h + extra_usd_per_h, next_indices))
+        pool_keys = {name: {part.key for part in parts} for name, parts in pools.items()}
+        for parts in self.joint_parts:
+            if all(part.key in pool_keys[name] for name, part in parts.items()):
                 yield parts
 
-    def _joined(self, parts: Mapping[str, ModelPart]) -> Plan:
+    def _join(self, parts: Mapping[str, ModelPart]) -> Plan:
+        """The plan of these parts, with its cost."""
         plan = assembled({name: part.plan for name, part in parts.items()}, self.problem)
         return costed(plan, self.problem, self.settings.running)
 
     def _keys(self, parts: Mapping[str, ModelPart], plan: Plan) -> dict[str, object]:
+        """Evidence key of each part; parts that share links include the keys of one another."""
         joined = crossing(plan)
         beside = frozenset(parts[name].key for name in joined if name in parts)
         return {
@@ -379,23 +428,25 @@ class _PlanSearch:
     def _missed(self, rehearsed: RehearsedPlan) -> bool:
         return not self.missed.isdisjoint(self._keys(rehearsed.parts, rehearsed.plan).values())
 
-    def _try(self, parts: Mapping[str, ModelPart], plan: Plan, fresh: bool = False) -> RehearsedPlan:
-        """Run what was not run before; what shares links, together."""
-        keys, number, joined = self._keys(parts, plan), len(self.steps) + 1, crossing(plan)
-        left = [name for name in sorted(keys) if fresh or keys[name] not in self.seen]
-        groups = [[name] for name in left if name not in joined]
-        groups += [group] if (group := sorted(joined & set(keys))) and set(group) & set(left) else []
-        new: dict[str, Evidence] = {}
+    def _simulate(self, parts: Mapping[str, ModelPart], plan: Plan, fresh: bool = False) -> RehearsedPlan:
+        """Simulate the parts without evidence, those that share links together, and record the result."""
+        keys, number, sharing_links = self._keys(parts, plan), len(self.steps) + 1, crossing(plan)
+        pending = [name for name in sorted(keys) if fresh or keys[name] not in self.evidence]
+        groups = [[name] for name in pending if name not in sharing_links]
+        groups += (
+            [group] if (group := sorted(sharing_links & set(keys))) and set(group) & set(pending) else []
+        )
+        new_evidence: dict[str, Evidence] = {}
         first_run = FRESH * (1 + sum(rehearsed.fresh for rehearsed in self.steps)) if fresh else 0
         self.factory.report_progress(f"rehearsing plan {number}")
         for group in groups:
             for item in self.judge(plan, group, first_run):
-                new[item.model] = item
+                new_evidence[item.model] = item
                 self.requests += item.requests
-                # Tried again with ever new runs, anything passes some day: what was refuted stays so.
+                # A miss is final: with enough fresh runs, any plan would pass once by chance.
                 if not fresh or not item.suffices:
-                    self.seen[keys[item.model]] = item
-        evidence = tuple(new.get(name) or self.seen[keys[name]] for name in sorted(keys))
+                    self.evidence[keys[item.model]] = item
+        evidence = tuple(new_evidence.get(name) or self.evidence[keys[name]] for name in sorted(keys))
         self.missed |= {keys[item.model] for item in evidence if not item.suffices}
         rehearsed = RehearsedPlan(number, parts, evidence, plan, fresh)
         self.steps.append(rehearsed)
@@ -408,67 +459,70 @@ class _PlanSearch:
         factors: Mapping[str, float] | None = None,
         problem: PlanningProblem | None = None,
     ) -> bool:
-        """Put a plan's parts into the pools; whether one of them is new. `problem`: of some models alone."""
+        """Add a plan's parts to the pools; whether any is new. `problem`: of the plan, if it has only some models."""
         problem = problem or self.problem
-        real = restored(plan, problem, factors) if factors else plan
-        if not plan.deployments or (real.fraction < 1 and self.keys):
+        restored_plan = restored(plan, problem, factors) if factors else plan
+        if not plan.deployments or (restored_plan.fraction < 1 and self.keys):
             return False
-        even = balance_load(problem, real, self.settings.time_limit_s, self.settings.clock)
+        balanced = balance_load(problem, restored_plan, self.settings.time_limit_s, self.settings.clock)
         parts = {}
         for name in [demand.name for demand in problem.demands if demand.name in self.pools]:
-            asked = (factors or {}).get(name, 1.0)
-            parts[name] = self._part(
-                even, name, made if abs(asked - 1) < 1e-3 else f"{made} for x {asked:.3g}"
+            factor = (factors or {}).get(name, 1.0)
+            parts[name] = self._make_part(
+                balanced, name, made if abs(factor - 1) < 1e-3 else f"{made} for x {factor:.3g}"
             )
-        before = len(self.keys)
+        known_count = len(self.keys)
         for name, part in parts.items():
             if part.key not in self.keys:
                 self.keys.add(part.key)
                 self.pools[name].append(part)
-        self.whole += [parts] if len(parts) == len(self.pools) else []
-        return len(self.keys) > before
+        self.joint_parts += [parts] if len(parts) == len(self.pools) else []
+        return len(self.keys) > known_count
 
-    def _part(self, plan: Plan, name: str, made: str) -> ModelPart:
-        own = costed(assembled({name: plan}, self.problem), self.problem, self.settings.running)
+    def _make_part(self, plan: Plan, name: str, made: str) -> ModelPart:
+        """One model's part of a plan, with its queueing estimate."""
+        part_plan = costed(assembled({name: plan}, self.problem), self.problem, self.settings.running)
         demand = next(demand for demand in self.problem.demands if demand.name == name)
-        allowed = SURE * (1.0 - demand.slo.attainment)
-        expected = late(replace(self.problem, demands=(demand,)), own, self.rules.cv)[name]
+        allowed_share = ALLOWED_LATE_SHARE * (1.0 - demand.slo.attainment)
+        late_share = late(replace(self.problem, demands=(demand,)), part_plan, self.rules.cv)[name]
         return ModelPart(
             name,
-            own,
+            part_plan,
             made,
-            rank_usd_per_h(self.problem, own),
-            spare_of(own, self.problem, name),
-            expected / allowed,
-            part_key(own),
+            rank_usd_per_h(self.problem, part_plan),
+            spare_of(part_plan, self.problem, name),
+            late_share / allowed_share,
+            part_key(part_plan),
         )
 
-    def _vary(self, rehearsed: RehearsedPlan, more: bool) -> None:
-        """Offer each part with copies more, where it missed, or fewer, where it held, of one of its columns."""
+    def _offer_variants(self, rehearsed: RehearsedPlan, more: bool) -> None:
+        """Offer variants of each part with more copies of one column if it missed, or fewer if it held."""
         verdicts = {item.model: item.suffices for item in rehearsed.evidence}
         for name, part in rehearsed.parts.items():
             if verdicts.get(name, True) == more:
                 continue
             if large(part.plan):
                 self._offer_more(part) if more else self._offer_halfway(part)
-            for place, deployment in enumerate(part.plan.deployments):
-                change = max(1, ceil(STEP * deployment.count)) * (1 if more else -1)
-                others = part.plan.deployments[:place], part.plan.deployments[place + 1 :]
+            for index, deployment in enumerate(part.plan.deployments):
+                change = max(1, ceil(COPY_STEP_SHARE * deployment.count)) * (1 if more else -1)
+                others = part.plan.deployments[:index], part.plan.deployments[index + 1 :]
                 count = deployment.count + change
-                kept = (replace(deployment, count=count),) if count > 0 else ()
-                self._offer_copies(part, (*others[0], *kept, *others[1]), varied(part.made, change))
+                changed = (replace(deployment, count=count),) if count > 0 else ()
+                self._offer_copies(part, (*others[0], *changed, *others[1]), varied(part.made, change))
 
     def _offer_more(self, part: ModelPart) -> None:
-        """With a share more of each of its columns."""
-        self._offer_counts(part, lambda d: ceil(d.count * (1 + STEP / 2)))
+        """Offer the part with a share more of each of its columns."""
+        self._offer_counts(part, lambda d: ceil(d.count * (1 + COPY_STEP_SHARE / 2)))
 
     def _offer_halfway(self, part: ModelPart) -> None:
-        """Between a part that held and the one of the same columns that missed with most to spare."""
-        alike = [p for p in self.pools[part.model] if p.key in self.missed and p.columns == part.columns]
-        if alike:
-            below = max(alike, key=lambda p: p.spare)
-            self.needed[part.model, part.columns] = below.spare
-            counts = {(d.template, d.region): d.count for d in below.plan.deployments}
+        """Offer counts between a part that held and the largest part of the same columns that missed."""
+        missed_parts = [
+            p for p in self.pools[part.model] if p.key in self.missed and p.columns == part.columns
+        ]
+        if missed_parts:
+            largest_missed = max(missed_parts, key=lambda p: p.spare)
+            self.needed[part.model, part.columns] = largest_missed.spare
+            counts = {(d.template, d.region): d.count for d in largest_missed.plan.deployments}
             self._offer_counts(part, lambda d: (d.count + counts.get((d.template, d.region), 0) + 1) // 2)
 
     def _offer_counts(self, part: ModelPart, count: Callable[[Deployment], int]) -> None:
@@ -477,88 +531,102 @@ class _PlanSearch:
         self._offer_copies(part, after, varied(part.made, change))
 
     def _offer_copies(self, part: ModelPart, deployments: tuple[Deployment, ...], made: str) -> None:
+        """Add a part with other counts to its pool, if pins, nodes and mean traffic allow."""
         counts = {(deployment.template, deployment.region): deployment.count for deployment in deployments}
         pins = [pin for pin in self.settings.pins if pin.template.startswith(f"{part.model}: ")]
         if any(counts.get((pin.template, pin.region), 0) < pin.count for pin in pins):
             return
         names = {deployment.template for deployment in deployments}
         templates = tuple(template for template in part.plan.templates if template.name in names)
-        other = replace(part.plan, templates=templates, deployments=deployments)
+        part_plan = replace(part.plan, templates=templates, deployments=deployments)
         demand = next(demand for demand in self.problem.demands if demand.name == part.model)
-        alone, other = replace(self.problem, demands=(demand,)), costed(other, self.problem, None)
-        even = balance_load(alone, other, self.settings.time_limit_s, self.settings.clock)
-        if not deployments or even is other:
-            return  # they do not suffice on averages, or there are no more nodes
-        new = self._part(even, part.model, made)
-        if new.key not in self.keys:
-            self.keys.add(new.key)
-            self.pools[part.model].append(new)
+        model_problem, part_plan = (
+            replace(self.problem, demands=(demand,)),
+            costed(part_plan, self.problem, None),
+        )
+        balanced = balance_load(model_problem, part_plan, self.settings.time_limit_s, self.settings.clock)
+        if not deployments or balanced is part_plan:
+            return  # Too few for mean traffic, or not enough nodes.
+        new_part = self._make_part(balanced, part.model, made)
+        if new_part.key not in self.keys:
+            self.keys.add(new_part.key)
+            self.pools[part.model].append(new_part)
 
     def _solve_for_more(self, names: Sequence[str]) -> bool:
-        """Plan for more of these models, and for more than those parts serve that are not expected to hold."""
+        """Plan for a larger factor on these models' demand than the parts that are not expected to hold serve."""
         if not names or self.no_larger:
             return False
         for name in names:
-            known = [
-                part.spare for part in self.pools[name] if part.spare < self.asked.get(name, 1.0) * GROWTH
+            spare_of_parts = [
+                part.spare
+                for part in self.pools[name]
+                if part.spare < self.planned_factors.get(name, 1.0) * GROWTH
             ]
-            self.asked[name] = max([self.asked.get(name, 1.0), *known]) * (1.0 + STEP)
-        return self._planned(names, self.asked)
+            self.planned_factors[name] = max([self.planned_factors.get(name, 1.0), *spare_of_parts]) * (
+                1.0 + COPY_STEP_SHARE
+            )
+        return self._plan_models(names, self.planned_factors)
 
     def _solve_above(self, rehearsed: RehearsedPlan) -> None:
-        """Plan for a little more than the parts that missed have capacity for: the next plan that is another one."""
+        """Plan for slightly more than the capacity of the parts that missed, which yields the next larger plan."""
         missed = [item.model for item in rehearsed.evidence if not item.suffices]
-        self._planned(missed, {name: rehearsed.parts[name].spare * (1.0 + STEP / 2) for name in missed})
+        self._plan_models(
+            missed, {name: rehearsed.parts[name].spare * (1.0 + COPY_STEP_SHARE / 2) for name in missed}
+        )
 
     def _solve_without(self, rehearsed: RehearsedPlan) -> None:
         """Plan without the columns of the parts that missed."""
         missed = {item.model for item in rehearsed.evidence if not item.suffices}
         names = {t.name for name in missed for t in rehearsed.parts[name].plan.templates}
-        self._planned(missed, {}, frozenset(names))
+        self._plan_models(missed, {}, frozenset(names))
 
-    def _planned(
+    def _plan_models(
         self, names: Collection[str], factors: Mapping[str, float], without: frozenset[str] = frozenset()
     ) -> bool:
-        """Plan some models anew on what the others leave of the fleet; all of them where that does not suffice."""
-        apart = self._apart(names)
-        for problem in (apart, self.problem) if len(names) < len(self.pools) else (self.problem,):
+        """Plan some models anew on the nodes that the others leave, or all models where these do not suffice."""
+        own_problem = self._problem_of(names)
+        for problem in (own_problem, self.problem) if len(names) < len(self.pools) else (self.problem,):
             if self.solves >= self.rules.most_solves or self.rules.enough():
                 return False
             self.solves += 1
             self.factory.report_progress(
-                "planning with headroom" if factors else "planning without what missed"
+                "planning for more demand" if factors else "planning without the columns that missed"
             )
-            asked = {demand.name: factors.get(demand.name, 1.0) for demand in problem.demands}
-            shop = replace(self.factory, problem=scaled(problem, asked))
+            scaling_factors = {demand.name: factors.get(demand.name, 1.0) for demand in problem.demands}
+            factory = replace(self.factory, problem=scaled(problem, scaling_factors))
             without -= {deployment.template for deployment in self.settings.pins}
-            if without:  # what is made of the templates that are left is not for others
-                shop = replace(shop, excluded=without, templates_by_kind=dict(shop.templates_by_kind))
-            outcome = self.planner(shop, self._settings(problem))
+            if without:  # Templates made without the excluded ones must not enter the shared cache.
+                factory = replace(
+                    factory, excluded=without, templates_by_kind=dict(factory.templates_by_kind)
+                )
+            outcome = self.planner(factory, self._settings_for(problem))
             if outcome.plan.fraction >= 1:
                 break
         if factors and outcome.plan.fraction < 1:
-            self.no_larger = no_larger_plan(self.problem, outcome.allocation, asked, names)
-        word = "" if factors else ", other columns"
-        made = (outcome.plan, *outcome.alternatives)
-        return sum(self.offer(plan, f"{plan.strategy}{word}", asked, problem) for plan in made) > 0
+            self.no_larger = no_larger_plan(self.problem, outcome.allocation, scaling_factors, names)
+        suffix = "" if factors else ", other columns"
+        plans = (outcome.plan, *outcome.alternatives)
+        return (
+            sum(self.offer(plan, f"{plan.strategy}{suffix}", scaling_factors, problem) for plan in plans) > 0
+        )
 
-    def _apart(self, names: Collection[str]) -> PlanningProblem:
-        """The problem of some models, on the nodes that are left beside the likeliest part of each other one."""
+    def _problem_of(self, names: Collection[str]) -> PlanningProblem:
+        """The problem of some models on the nodes left beside the likeliest part of each other model."""
         demands = tuple(demand for demand in self.problem.demands if demand.name in names)
         used: Counter[tuple[str, str]] = Counter()
         for name in self.pools.keys() - set(names):
-            likely = self._likely(name) or self._open(name, -1)
-            used.update(likely[0].plan.nodes if likely else {})
-        left = self.problem.with_nodes(lambda region, o: max(0, o.available - used[region, o.node]))
-        return replace(left, demands=demands)
+            likely_parts = self._likely_parts(name) or self._untested_parts(name, -1)
+            used.update(likely_parts[0].plan.nodes if likely_parts else {})
+        remaining = self.problem.with_nodes(lambda region, o: max(0, o.available - used[region, o.node]))
+        return replace(remaining, demands=demands)
 
-    def _settings(self, problem: PlanningProblem) -> SolveSettings:
-        """Without what is asked or known of models that are not planned."""
+    def _settings_for(self, problem: PlanningProblem) -> SolveSettings:
+        """The settings restricted to the problem's models."""
         names = tuple(demand.name for demand in problem.demands)
         if len(names) == len(self.problem.demands):
             return self.settings
         running_plan = self.settings.running
-        pins = [p for p in self.settings.pins if p.template.split(": ")[0] in names]
+        pins = [pin for pin in self.settings.pins if pin.template.split(": ")[0] in names]
         return replace(
             self.settings,
             running=running_plan and running_plan.of_models(names),
@@ -576,15 +644,15 @@ def rehearse(
     outcome: PlanOutcome | None = None,
     seen: dict[object, Evidence] | None = None,
 ) -> Rehearsal:
-    """The cheapest plan that keeps every promise in simulation.
+    """Search for the cheapest plan that meets all SLOs in simulation.
 
-    `outcome` is the planner's answer where it was asked before; `seen` is what the same judge said of parts before.
+    `outcome` is the planner's result, if it is known already; `seen` is earlier evidence of the same judge by part.
     """
     outcome = outcome or planner(factory, settings)
     if not outcome.plan.deployments:
-        raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
+        raise CapacityError("no plan was found to simulate; allow more time, or plan without simulation")
     search = _PlanSearch(factory, planner, settings, judge, rules or RehearsalRules())
-    search.seen = {} if seen is None else seen
+    search.evidence = {} if seen is None else seen
     chosen_plan, end = search.run(outcome)
     if chosen_plan is not None and not chosen_plan.holds:
         end = REQUESTS_LEFT_OUT
@@ -596,74 +664,79 @@ def _plans(count: int) -> str:
 
 
 def _growth(plan: Plan) -> float:
+    """Growth of spare capacity after a miss; smaller for plans of many copies."""
     copies = sum(deployment.count for deployment in plan.deployments)
-    return 1.0 + (GROWTH - 1.0) * min(1.0, sqrt(FEW / max(1, copies)))
+    return 1.0 + (GROWTH - 1.0) * min(1.0, sqrt(FULL_GROWTH_MAX_COPIES / max(1, copies)))
 
 
 def large(plan: Plan) -> bool:
-    """Whether a share more of each column is a small step."""
+    """Whether the plan has so many copies that a share more of each column is at least one copy."""
     copies = sum(deployment.count for deployment in plan.deployments)
-    return copies * STEP / 2 >= len(plan.deployments)
+    return copies * COPY_STEP_SHARE / 2 >= len(plan.deployments)
 
 
 def varied(made: str, change: int) -> str:
-    """In words, with so many copies more or fewer than the last."""
-    before = re.fullmatch(r"(.*), (\d+) (more|fewer)", made)
-    if before is not None and (before[3] == "more") == (change > 0):
-        made, change = before[1], change + int(before[2]) * (1 if change > 0 else -1)
+    """The description of a part with this many copies more or fewer."""
+    match = re.fullmatch(r"(.*), (\d+) (more|fewer)", made)
+    if match is not None and (match[3] == "more") == (change > 0):
+        made, change = match[1], change + int(match[2]) * (1 if change > 0 else -1)
     return f"{made}, {abs(change)} {'more' if change > 0 else 'fewer'}"
 
 
 def rank_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
-    """What plans are chosen by: cost, starts, and what moving parts count for, as in the program."""
+    """Cost by which plans are ranked: charges, starts and complexity penalty, as in the integer program."""
     if not problem.complexity_share:
         return plan.total_usd_per_h + plan.start_usd_per_h
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     dearest = max([*prices.values(), 1e-9])
-    parts_usd = 0.0
+    complexity_usd = 0.0
     rents = cost_by_model(plan, problem)
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        price = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
-        (parts,) = component_counts([template])
-        parts_usd += deployment.count * price * (float(parts) + SIZE_PENALTY * price / dearest)
-    parts_usd += sum(rents[model] for model in crossing(plan))
-    return plan.total_usd_per_h + plan.start_usd_per_h + problem.complexity_share * parts_usd
+        copy_usd_per_h = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
+        (component_count,) = component_counts([template])
+        complexity_usd += (
+            deployment.count
+            * copy_usd_per_h
+            * (float(component_count) + SIZE_PENALTY * copy_usd_per_h / dearest)
+        )
+    complexity_usd += sum(rents[model] for model in crossing(plan))
+    return plan.total_usd_per_h + plan.start_usd_per_h + problem.complexity_share * complexity_usd
 
 
 def costed(plan: Plan, problem: PlanningProblem, running_plan: Plan | None) -> Plan:
-    """A plan that was put together, with what it costs."""
-    started = 0.0
+    """A combined plan with its rent, charges and start-up cost."""
+    start_usd_per_h = 0.0
     if running_plan is not None and problem.init_penalty > 0:
-        before = {(d.template, d.region): d.count for d in running_plan.deployments}
-        new = [
+        running_counts = {(d.template, d.region): d.count for d in running_plan.deployments}
+        new_deployments = [
             replace(d, count=count)
             for d in plan.deployments
-            if (count := d.count - before.get((d.template, d.region), 0)) > 0
+            if (count := d.count - running_counts.get((d.template, d.region), 0)) > 0
         ]
-        started = problem.init_penalty * sum(
-            cost_by_model(replace(plan, deployments=tuple(new)), problem).values()
+        start_usd_per_h = problem.init_penalty * sum(
+            cost_by_model(replace(plan, deployments=tuple(new_deployments)), problem).values()
         )
     return replace(
         plan,
         cost_usd_per_h=rent_usd_per_h(problem, plan.nodes),
         charges=charges_of(problem, plan, egress_usd_per_h(problem, plan)),
-        start_usd_per_h=started,
+        start_usd_per_h=start_usd_per_h,
     )
 
 
 def spare_of(plan: Plan, problem: PlanningProblem, model: str) -> float:
-    """How many times a model's demand a plan serves, as busy as replicas may be."""
-    item = next((item for item in plan.predictions if item.model == model), None)
+    """Capacity of a plan within the headroom, relative to the model's demand."""
+    prediction = next((prediction for prediction in plan.predictions if prediction.model == model), None)
     return (
         0.0
-        if item is None or not item.demand_per_s > 0
-        else item.capacity_per_s * problem.headroom / item.demand_per_s
+        if prediction is None or not prediction.demand_per_s > 0
+        else prediction.capacity_per_s * problem.headroom / prediction.demand_per_s
     )
 
 
 def part_key(plan: Plan) -> object:
-    """Equal for plans which deploy a model and route its requests alike."""
+    """A key that is equal for plans with the same deployments and routing of a model."""
     shares = {
         (s.template, s.region, s.bucket, s.phase, f"{s.rate_per_s:.5g}")
         for s in plan.shares
@@ -674,12 +747,12 @@ def part_key(plan: Plan) -> object:
 
 
 def crossing(plan: Plan) -> set[str]:
-    """Models whose KV crosses links between regions, which others may use."""
+    """Models whose KV crosses links between regions, which other models may use too."""
     return {flow.model for flow in plan.flows if flow.prefill_region != flow.decode_region}
 
 
 def tried(judge: Judge, plan: Plan, models: Collection[str]) -> tuple[Evidence, ...]:
-    """What a judge says of one plan: model by model, those that share links together."""
+    """The evidence of one plan: model by model, those that share links together."""
     joined = sorted(crossing(plan) & set(models))
     groups = [*([name] for name in sorted(models) if name not in joined), *([joined] if joined else [])]
     items = (item for group in groups for item in judge(plan, group, 0))
