@@ -21,7 +21,7 @@ from potluck.plan.assemble.columns import ProgramColumns, columns
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import copy_costs
-from potluck.plan.templates.placement_table import MOST_SETS, nodes_at_most, placement_table_of
+from potluck.plan.templates.placement_table import MAX_MULTISETS, nodes_at_most, placement_table_of
 
 ONE = ((1500, 200, 1.0),)
 OFFERS = {"east": {"1xL4": (0.8, 4), "1xL40S": (1.86, 2)}, "west": {"1xL4": (0.7, 3), "1xL40S": (1.7, 1)}}
@@ -129,7 +129,7 @@ def test_pipelines_excluded_by_terms_are_not_generated() -> None:
 def test_pipeline_node_limit_falls_with_more_types_and_models(types: int, models: int, most: int) -> None:
     """So that no more are gone through than for the twenty types and six models of CORAL's extended setting."""
     assert nodes_at_most(types, models) == most
-    assert comb(types + most, most) * models <= MOST_SETS
+    assert comb(types + most, most) * models <= MAX_MULTISETS
 
 
 def test_pipeline_table_has_part_of_the_libraries_when_time_is_short() -> None:

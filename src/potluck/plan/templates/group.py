@@ -1,18 +1,18 @@
-"""Groups of machines that serve together (THUNDERSERVE): replicas on named machines, as one closed template.
+"""Groups of named machines that serve together (THUNDERSERVE), as one closed template.
 
-Replicas belong together when they share a machine or hand KV to one another. What they serve in a bucket is a
-transportation problem over the rates that `plan.timing.replica_rates` gives each of them:
+Replicas form a group when they share a machine or transfer KV to one another. Their capacity in a bucket is a
+transportation problem over the rates of `plan.timing.replica_rates`:
 
     maximise   sum_ij D_ij f_ij + sum_k D_k g_k    i prefills, j decodes, k does both
-    prefill_i  sum_j f_ij <= h P_i                 h: the share of time a replica is planned to be busy
+    prefill_i  sum_j f_ij <= h P_i                 h: planned utilization of a replica
     decode_j   sum_i f_ij <= h Q_j
     mixed_k    g_k <= h C_k
-    link_ab    sum_ij s_ij,ab f_ij <= 1            s: seconds that one request's KV keeps the link busy
+    link_ab    sum_ij s_ij,ab f_ij <= 1            s: seconds that one request's KV occupies the link
 
-where f_ij exists only if i's TTFT and the KV from i to j are within the objective together. D is 1, or the share of
-requests within the objective where each pair was tried (`plan.search.search_templates`). KV goes in one piece
-after the prefill, each layer from the machine that has it at i to the one that needs it at j, links side by side
-(THUNDERSERVE's equation 1). The template's closed rate is the optimum over h, since the program puts h back.
+where f_ij exists only if i's TTFT plus the KV transfer from i to j meet the objective. D is 1, or the SLO attainment
+of each pair where it was simulated (`plan.search.search_templates`). KV is sent in one piece after the prefill, each
+layer from its machine at i to its machine at j, over all links in parallel (THUNDERSERVE's equation 1). The
+template's closed rate is the optimum divided by h, as the program multiplies by h again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, replica_capacit
 
 LP_LIMIT_S = 10.0
 HANDOVER_WEIGHT = 1e-5
-"""What a second of hand-over counts beside a request: of equal routings the one over faster links is taken."""
+"""Cost of one second of KV transfer relative to one request, which prefers faster links among equal routings."""
 ID_LETTERS = 6
 GROUP_NAME = "group "  # After the model's name; an id follows.
 
 
 @dataclass(frozen=True, slots=True)
 class KvRoute:
-    """KV from one replica to another: layers per link, and until the last is there."""
+    """KV transfer from one replica to another: time on each link, and until all KV has arrived."""
 
     prefill: int
     decode: int
@@ -53,6 +53,8 @@ class KvRoute:
 
 @dataclass(frozen=True, slots=True)
 class RoutedBucket:
+    """Capacity of a group in one bucket, with the flows between its replicas."""
+
     capacity: BucketCapacity
     flows: tuple[tuple[int, int, float], ...]
     """(prefilling replica, decoding one or itself, requests/s at the planned utilisation)"""
@@ -65,6 +67,7 @@ Attained = Mapping[tuple[Layout, Layout], float]
 def group_capacity(
     problem: PlanningProblem, demand: ModelDemand, replicas: Sequence[PlannedReplica], codec: Codec
 ) -> tuple[BucketCapacity, ...]:
+    """Capacity of a group by bucket."""
     return tuple(routed_bucket.capacity for routed_bucket in route(problem, demand, replicas, codec))
 
 
@@ -75,15 +78,15 @@ def route(
     codec: Codec,
     attained: Attained | None = None,
 ) -> tuple[RoutedBucket, ...]:
-    """The same with the routing behind it."""
-    known: dict[tuple[str, Layout], tuple[BucketCapacity, ...]] = {}
+    """Capacity of a group by bucket, with the optimal routing inside it."""
+    capacity_by_layout: dict[tuple[str, Layout], tuple[BucketCapacity, ...]] = {}
     for replica in replicas:
-        if (replica.role, replica.layout) not in known:
+        if (replica.role, replica.layout) not in capacity_by_layout:
             timer = timer_of(problem, demand, replica.layout)
-            known[replica.role, replica.layout] = replica_capacity(
+            capacity_by_layout[replica.role, replica.layout] = replica_capacity(
                 demand, replica.layout, problem.by_name, replica.role, problem.headroom, timer=timer
             )
-    rates = [known[replica.role, replica.layout] for replica in replicas]
+    rates = [capacity_by_layout[replica.role, replica.layout] for replica in replicas]
     return tuple(
         _bucket(problem, demand, bucket, replicas, [rate[bucket.bucket] for rate in rates], codec, attained)
         for bucket in demand.buckets
@@ -97,17 +100,17 @@ def group_template(
     codec: Codec,
     attained: Attained | None = None,
 ) -> Template | None:
-    """Replicas as one template of whole machines; None when they serve nothing.
+    """The template of a group of replicas on whole machines; None when it cannot serve.
 
-    Its name holds a digest of the replicas: what bears the same name is laid out the same, on the same machines.
+    Its name contains a digest of the replicas, so equal names mean equal layouts on the same machines.
     """
     members = tuple(sorted(replicas, key=repr))
-    routed = route(problem, demand, members, codec, attained)
-    capacity = tuple(routed_bucket.capacity for routed_bucket in routed)
+    routed_buckets = route(problem, demand, members, codec, attained)
+    capacity = tuple(routed_bucket.capacity for routed_bucket in routed_buckets)
     if not useful(capacity):
         return None
-    counts = machine_counts(members)
-    machines = sum(counts.values())
+    machines_by_type = machine_counts(members)
+    machine_count = sum(machines_by_type.values())
     roles = [replica.role for replica in members]
     parts = " + ".join(
         f"{roles.count(role)} {role}" for role in ("prefill", "decode", "mixed") if role in roles
@@ -115,35 +118,38 @@ def group_template(
     digest = hashlib.sha256(repr((members, codec)).encode()).hexdigest()[:ID_LETTERS]
     layouts = {replica.layout for replica in members}
     return Template(
-        name=f"{demand.name}: {GROUP_NAME}{digest} {parts} on {machines} machine{'s' * (machines > 1)}",
+        name=f"{demand.name}: {GROUP_NAME}{digest} {parts} on {machine_count} machine{'s' * (machine_count > 1)}",
         kind="group",
         model=demand.name,
-        nodes=tuple(NodeCount(node, count) for node, count in sorted(counts.items())),
+        nodes=tuple(NodeCount(node, count) for node, count in sorted(machines_by_type.items())),
         replicas=members,
         capacity=capacity,
         confidence=max((timer_of(problem, demand, item).confidence for item in layouts), key=ORDER.index),
         codec=codec,
-        flows=flows_of(routed),
+        flows=flows_of(routed_buckets),
     )
 
 
-def flows_of(routed: Iterable[RoutedBucket]) -> tuple[TemplateFlow, ...]:
-    """X and Y of every bucket; what is less than a millionth of it is rounding."""
+def flows_of(routed_buckets: Iterable[RoutedBucket]) -> tuple[TemplateFlow, ...]:
+    """Shares of the flows in every bucket, without rounding errors below a millionth."""
     template_flows = []
-    for routed_bucket in routed:
+    for routed_bucket in routed_buckets:
         total = sum(rate for *_, rate in routed_bucket.flows)
-        kept = [flow for flow in routed_bucket.flows if flow[2] > 1e-6 * total]
-        whole = sum(rate for *_, rate in kept)
+        kept_flows = [flow for flow in routed_bucket.flows if flow[2] > 1e-6 * total]
+        kept_total = sum(rate for *_, rate in kept_flows)
         template_flows += [
-            TemplateFlow(routed_bucket.capacity.bucket, i, j, rate / whole) for i, j, rate in kept
+            TemplateFlow(routed_bucket.capacity.bucket, i, j, rate / kept_total) for i, j, rate in kept_flows
         ]
     return tuple(template_flows)
 
 
 def machine_counts(replicas: Iterable[PlannedReplica]) -> dict[str, int]:
-    """How many machines of each type some replicas stand on."""
+    """Number of machines of each node type that the replicas use."""
     machines = {
-        (node.node, node.machine) for each in replicas for stage in each.layout.stages for node in stage.nodes
+        (node.node, node.machine)
+        for replica in replicas
+        for stage in replica.layout.stages
+        for node in stage.nodes
     }
     counts: dict[str, int] = {}
     for node, _ in machines:
@@ -152,113 +158,113 @@ def machine_counts(replicas: Iterable[PlannedReplica]) -> dict[str, int]:
 
 
 def components(replicas: Sequence[PlannedReplica], joined: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Places of replicas that share a machine or are joined, directly or through others."""
+    """Connected components of replica indices, by shared machines and by the given edges."""
     leader = list(range(len(replicas)))
 
-    def find(place: int) -> int:
-        while leader[place] != place:
-            place = leader[place]
-        return place
+    def find(index: int) -> int:
+        while leader[index] != index:
+            index = leader[index]
+        return index
 
-    first: dict[str, int] = {}
+    first_on_machine: dict[str, int] = {}
     edges = list(joined)
-    for place, replica in enumerate(replicas):
-        edges += [(first.setdefault(machine, place), place) for machine in replica.layout.machines]
+    for index, replica in enumerate(replicas):
+        edges += [(first_on_machine.setdefault(machine, index), index) for machine in replica.layout.machines]
     for a, b in edges:
         leader[find(a)] = find(b)
-    result: dict[int, list[int]] = {}
-    for place in range(len(replicas)):
-        result.setdefault(find(place), []).append(place)
-    return list(result.values())
+    members_of_root: dict[int, list[int]] = {}
+    for index in range(len(replicas)):
+        members_of_root.setdefault(find(index), []).append(index)
+    return list(members_of_root.values())
 
 
 def _bucket(
     problem: PlanningProblem,
-    model_demand: ModelDemand,
-    demand: BucketDemand,
+    demand: ModelDemand,
+    bucket: BucketDemand,
     replicas: Sequence[PlannedReplica],
     rates: Sequence[BucketCapacity],
     codec: Codec,
     attained: Attained | None,
 ) -> RoutedBucket:
-    pairs = _pairs(problem, model_demand, demand, replicas, rates, codec)
-    worth = [1.0] * len(pairs)
+    pairs = _kv_routes(problem, demand, bucket, replicas, rates, codec)
+    weights = [1.0] * len(pairs)
     if attained is not None:
-        ends = [(replicas[pair.prefill].layout, replicas[pair.decode].layout) for pair in pairs]
-        worth = [attained.get(end, 1.0) for end in ends]
+        layouts = [(replicas[pair.prefill].layout, replicas[pair.decode].layout) for pair in pairs]
+        weights = [attained.get(layout_pair, 1.0) for layout_pair in layouts]
     mixed = [k for k, rate in enumerate(rates) if rate.closed_per_s > 0]
-    flow = _transport(problem.headroom, pairs, worth, mixed, rates)
-    flows = [(p.prefill, p.decode, f) for p, f in zip(pairs, flow, strict=False) if f > 0]
-    flows += [(k, k, f) for k, f in zip(mixed, flow[len(pairs) :], strict=True) if f > 0]
+    rates_of_flows = _transport(problem.headroom, pairs, weights, mixed, rates)
+    flows = [(p.prefill, p.decode, f) for p, f in zip(pairs, rates_of_flows, strict=False) if f > 0]
+    flows += [(k, k, f) for k, f in zip(mixed, rates_of_flows[len(pairs) :], strict=True) if f > 0]
     total = sum(f for *_, f in flows)
     if not total > 0:
-        return RoutedBucket(BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0), ())
-    late = {(p.prefill, p.decode): p.handover_s for p in pairs}
-    ttft_s = sum(f * (rates[i].ttft_s + late.get((i, j), 0.0)) for i, j, f in flows) / total
+        return RoutedBucket(BucketCapacity(bucket.bucket, 0.0, 0.0, 0.0, 0.0, 0.0), ())
+    handover_s = {(p.prefill, p.decode): p.handover_s for p in pairs}
+    ttft_s = sum(f * (rates[i].ttft_s + handover_s.get((i, j), 0.0)) for i, j, f in flows) / total
     tpot_s = sum(f * rates[j].tpot_s for _, j, f in flows) / total
-    closed = total / problem.headroom
-    return RoutedBucket(BucketCapacity(demand.bucket, 0.0, 0.0, closed, ttft_s, tpot_s), tuple(flows))
+    closed_per_s = total / problem.headroom
+    return RoutedBucket(BucketCapacity(bucket.bucket, 0.0, 0.0, closed_per_s, ttft_s, tpot_s), tuple(flows))
 
 
-def _pairs(
+def _kv_routes(
     problem: PlanningProblem,
-    model_demand: ModelDemand,
-    demand: BucketDemand,
+    demand: ModelDemand,
+    bucket: BucketDemand,
     replicas: Sequence[PlannedReplica],
     rates: Sequence[BucketCapacity],
     codec: Codec,
 ) -> list[KvRoute]:
-    """Every prefilling with every decoding replica, where the KV is there in time."""
-    limit_s = model_demand.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
-    layer_bytes = crossing_bytes(model_demand.model, demand.kv_bytes, codec) / model_demand.model.layer_count
-    known: dict[tuple[Layout, Layout], tuple[tuple[tuple[str, str, float], ...], float]] = {}
-    pairs = []
-    for i, first in enumerate(rates):
-        for j, second in enumerate(rates):
-            if first.prefill_per_s > 0 and second.decode_per_s > 0:
-                ends = (replicas[i].layout, replicas[j].layout)
-                if limit_of_hand_over(*ends, model_demand.model, problem.engine):
+    """KV routes from every prefill to every decode replica that meet the TTFT objective."""
+    limit_s = demand.slo.ttft_s if bucket.promised else UNPROMISED_TTFT_S
+    layer_bytes = crossing_bytes(demand.model, bucket.kv_bytes, codec) / demand.model.layer_count
+    transfer_by_layouts: dict[tuple[Layout, Layout], tuple[tuple[tuple[str, str, float], ...], float]] = {}
+    kv_routes = []
+    for i, prefill_capacity in enumerate(rates):
+        for j, decode_capacity in enumerate(rates):
+            if prefill_capacity.prefill_per_s > 0 and decode_capacity.decode_per_s > 0:
+                layouts = (replicas[i].layout, replicas[j].layout)
+                if limit_of_hand_over(*layouts, demand.model, problem.engine):
                     continue
-                if ends not in known:
-                    known[ends] = _crossing(problem, *ends, layer_bytes)
-                busy_s, handover_s = known[ends]
-                if first.ttft_s + handover_s <= limit_s:
-                    pairs.append(KvRoute(i, j, busy_s, handover_s))
-    return pairs
+                if layouts not in transfer_by_layouts:
+                    transfer_by_layouts[layouts] = _transfer_times(problem, *layouts, layer_bytes)
+                busy_s, handover_s = transfer_by_layouts[layouts]
+                if prefill_capacity.ttft_s + handover_s <= limit_s:
+                    kv_routes.append(KvRoute(i, j, busy_s, handover_s))
+    return kv_routes
 
 
-def _crossing(
+def _transfer_times(
     problem: PlanningProblem, first_layout: Layout, second_layout: Layout, layer_bytes: float
 ) -> tuple[tuple[tuple[str, str, float], ...], float]:
-    """(seconds of every link between machines, seconds until all is there) for one request's KV."""
-    busy, slowest = [], 0.0
+    """(seconds on every link between machines, seconds until all KV has arrived) for one request."""
+    link_times, slowest_s = [], 0.0
     for (a, b), count in sorted(layers_between(first_layout, second_layout).items()):
         path = kv_path(problem, a, b)
         if path is None:
             continue
-        sent = count * layer_bytes
-        slowest = max(slowest, float(path.time_s(sent)))
+        sent_bytes = count * layer_bytes
+        slowest_s = max(slowest_s, float(path.time_s(sent_bytes)))
         if a != b:
-            busy.append((a, b, float(path.stream_s(sent))))
-    return tuple(busy), slowest
+            link_times.append((a, b, float(path.stream_s(sent_bytes))))
+    return tuple(link_times), slowest_s
 
 
 def _transport(
     headroom: float,
     pairs: Sequence[KvRoute],
-    worth: Sequence[float],
+    weights: Sequence[float],
     mixed: Sequence[int],
     rates: Sequence[BucketCapacity],
 ) -> list[float]:
-    """The flow of every pair, then of every mixed replica."""
-    alone = [headroom * rates[k].closed_per_s for k in mixed]
+    """Optimal flows: of every KV route, then of every mixed replica."""
+    mixed_flows = [headroom * rates[k].closed_per_s for k in mixed]
     if not pairs:
-        return alone
+        return mixed_flows
     rows: dict[tuple[str, ...], int] = {}
     limits: list[float] = []
     entries: list[tuple[int, int, float]] = []
 
-    def entry(name: tuple[str, ...], limit: float, column: int, value: float) -> None:
+    def add_entry(name: tuple[str, ...], limit: float, column: int, value: float) -> None:
         if name not in rows:
             rows[name] = len(limits)
             limits.append(limit)
@@ -266,15 +272,18 @@ def _transport(
 
     for column, pair in enumerate(pairs):
         i, j = pair.prefill, pair.decode
-        entry(("prefill", str(i)), headroom * rates[i].prefill_per_s, column, 1.0)
-        entry(("decode", str(j)), headroom * rates[j].decode_per_s, column, 1.0)
+        add_entry(("prefill", str(i)), headroom * rates[i].prefill_per_s, column, 1.0)
+        add_entry(("decode", str(j)), headroom * rates[j].decode_per_s, column, 1.0)
         for a, b, seconds in pair.busy_s:
-            entry(("link", a, b), 1.0, column, seconds)
-    row, place, value = (np.array(item) for item in zip(*entries, strict=True))
-    answer = solve_milp(
+            add_entry(("link", a, b), 1.0, column, seconds)
+    row, column_of_entry, value = (np.array(item) for item in zip(*entries, strict=True))
+    milp_result = solve_milp(
         Milp(
             cost=np.array(
-                [HANDOVER_WEIGHT * min(1.0, p.handover_s) - d for p, d in zip(pairs, worth, strict=True)]
+                [
+                    HANDOVER_WEIGHT * min(1.0, pair.handover_s) - weight
+                    for pair, weight in zip(pairs, weights, strict=True)
+                ]
             ),
             lower=np.zeros(len(pairs)),
             upper=np.full(len(pairs), np.inf),
@@ -282,11 +291,11 @@ def _transport(
             row_lower=np.full(len(limits), -np.inf),
             row_upper=np.array(limits),
             row=row.astype(np.int64),
-            column=place.astype(np.int64),
+            column=column_of_entry.astype(np.int64),
             value=value.astype(np.float64),
         ),
         time_limit_s=LP_LIMIT_S,
         relax=True,
     )
-    between = [0.0] * len(pairs) if answer.x is None else np.maximum(answer.x, 0.0).tolist()
-    return [*between, *alone]
+    pair_flows = [0.0] * len(pairs) if milp_result.x is None else np.maximum(milp_result.x, 0.0).tolist()
+    return [*pair_flows, *mixed_flows]
