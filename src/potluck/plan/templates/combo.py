@@ -1,18 +1,18 @@
-"""CAUCHY's combos: prefill nodes of one type feeding decode nodes of another (or the same), 1:1 to 2:6.
+"""CAUCHY's combos: prefill nodes of one type with decode nodes of another or the same type, 1:1 to 2:6.
 
-A combo is a closed group: it serves what the slowest of its two sides and their network cards can,
+A combo is a closed group, limited by the slowest of its two sides and their network cards,
 
     C_b = min(n_p P_b, n_d Q_b, u G_p / (h kv_b), u G_d / (h kv_b))
 
-G are the bits a second of each side's cards, u how busy they may be so that KV is there in time (`network_cards`;
-equations 17 and 18), h the share of time that the program plans with. Of the two directions of a pair of types the
-one with the higher cost efficiency (tokens per dollar) is kept; aggregated replicas are combos too.
+where G is the bandwidth of each side's cards, u their largest utilization with KV in time (`network_cards`; equations
+17 and 18), and h the headroom. Of the two directions of a pair of types, the one with the higher cost efficiency
+(tokens per dollar) is kept. Aggregated replicas are combos too.
 
 The paper counts combos in GPUs, <2 x H800, 4 x H20>. *Ranking* (3.3.1): a pair's cost efficiency is equation 15 of
 `perf.timers.cauchy` with the demand's mean lengths; the SHORTLIST best pairs whose sides keep the objective are
-candidates. A model that the closed form does not cover is ranked by what its combos are seen to serve per dollar.
-*Counts*: one or two units of GPUs prefill for one to six that decode, a unit being as many GPUs as the model needs on
-that node. Nodes are rented whole, so a template is as many combos as fill its nodes; two sides that fit one node
+candidates. A model that the closed form does not cover is ranked by the tokens per dollar of its timed combos.
+*Counts*: one or two units of GPUs prefill for one to six that decode; a unit is the fewest GPUs of the node that hold
+the model. Nodes are rented whole, so a template has as many combos as fill its nodes. Two sides that fit one node
 share it, and their KV uses no network card.
 """
 
@@ -42,33 +42,44 @@ RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 3), (2, 5), (2, 6))
 def combos(
     problem: PlanningProblem, demand: ModelDemand, single: Sequence[Template], prices: dict[str, float]
 ) -> list[Template]:
-    """Combos of single-node templates, and the aggregated ones; `prices` ($/h a node) settle directions.
+    """Combos of single-node templates, and aggregated ones; `prices` (USD/h per node) decide the direction.
 
-    KV crosses in the smallest codec that is allowed; whether a more exact one does is seen once counts are known.
+    KV is sent in the smallest allowed codec; a more exact one is chosen once counts are known.
     """
-    best = {role: _best_per_node(demand, single, role) for role in ("prefill", "decode", "mixed")}
-    templates = [replace(template, kind="combo") for template in best["mixed"].values()]
+    best_by_role = {role: _best_per_node(demand, single, role) for role in ("prefill", "decode", "mixed")}
+    templates = [replace(template, kind="combo") for template in best_by_role["mixed"].values()]
     prefills, decodes = (
         {
-            node: (template, {n: _times(problem, template, n) for n in {ratio[place] for ratio in RATIOS}})
-            for node, template in best[role].items()
+            node: (
+                template,
+                {n: _multiplied(problem, template, n) for n in {ratio[side] for ratio in RATIOS}},
+            )
+            for node, template in best_by_role[role].items()
         }
-        for place, role in enumerate(("prefill", "decode"))
+        for side, role in enumerate(("prefill", "decode"))
     )
-    for first in prefills:
-        for second in decodes:
-            forward = _pair(problem, demand, prefills[first], decodes[second])
-            if first < second and second in best["prefill"] and first in best["decode"]:
-                backward = _pair(problem, demand, prefills[second], decodes[first])
+    for first_node in prefills:
+        for second_node in decodes:
+            forward = _pair(problem, demand, prefills[first_node], decodes[second_node])
+            if (
+                first_node < second_node
+                and second_node in best_by_role["prefill"]
+                and first_node in best_by_role["decode"]
+            ):
+                backward = _pair(problem, demand, prefills[second_node], decodes[first_node])
                 forward = max((forward, backward), key=lambda ts: _best_efficiency(demand, ts, prices))
-            elif first > second and first in best["decode"] and second in best["prefill"]:
-                continue  # that pair was settled the other way round
+            elif (
+                first_node > second_node
+                and first_node in best_by_role["decode"]
+                and second_node in best_by_role["prefill"]
+            ):
+                continue  # This pair was handled in the other order.
             templates += forward
     return templates
 
 
 def efficiency_tokens_per_usd(demand: ModelDemand, template: Template, prices: dict[str, float]) -> float:
-    """Tokens per dollar when a template serves the model's mix of buckets by itself."""
+    """Tokens per dollar of a template that serves the model's mix of buckets alone."""
     rate = served_per_s(demand, template)
     cost = sum(node_count.count * prices[node_count.node] for node_count in template.nodes)
     tokens = demand.tokens_per_s / demand.rate_per_s if demand.rate_per_s else 0.0
@@ -76,19 +87,19 @@ def efficiency_tokens_per_usd(demand: ModelDemand, template: Template, prices: d
 
 
 def served_per_s(demand: ModelDemand, template: Template) -> float:
-    """Requests a second of the model's own mix that one copy serves, closed; 0 if it lacks a bucket."""
-    time = 0.0
+    """Requests/s of the model's mix that one closed copy serves; 0 if it cannot serve some bucket."""
+    copy_time = 0.0
     for bucket, capacity in zip(demand.buckets, template.capacity, strict=True):
         if bucket.rate_per_s <= 0:
             continue
         if capacity.closed_per_s <= 0:
             return 0.0
-        time += bucket.rate_per_s / capacity.closed_per_s
-    return demand.rate_per_s / time if time > 0 else 0.0
+        copy_time += bucket.rate_per_s / capacity.closed_per_s
+    return demand.rate_per_s / copy_time if copy_time > 0 else 0.0
 
 
 def _best_per_node(demand: ModelDemand, single: Sequence[Template], role: Role) -> dict[str, Template]:
-    """One template per node type: the paper shards a phase over all of a server's GPUs or not at all."""
+    """The template of each node type with the highest rates: the paper shards over all GPUs of a server or none."""
     best: dict[str, Template] = {}
     for template in single:
         if template.replicas[0].role != role or template.model != demand.name:
@@ -110,7 +121,7 @@ def combo_capacity(
     codec: Codec,
     rate_cache: RateCache,
 ) -> tuple[BucketCapacity, ...]:
-    """What replicas of the two phases, and mixed ones beside them, serve together, from their layouts alone."""
+    """Capacity of prefill, decode and mixed replicas together, computed from their layouts."""
     mixed = _side(problem, demand, replicas, "mixed", rate_cache)
     prefill_side, decode_side = (
         _side(problem, demand, replicas, role, rate_cache) for role in ("prefill", "decode")
@@ -118,8 +129,8 @@ def combo_capacity(
     closed = [BucketCapacity(bucket.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for bucket in demand.buckets]
     if prefill_side is not None and decode_side is not None:
         bits = wire_bits(demand, codec)
-        closed = _closed(
-            problem, demand, prefill_side, decode_side, bits * (not _one_node(problem, replicas))
+        closed = _closed_capacity(
+            problem, demand, prefill_side, decode_side, bits * (not _share_one_node(problem, replicas))
         )
     if mixed is None:
         return tuple(closed)
@@ -129,8 +140,8 @@ def combo_capacity(
     )
 
 
-def _one_node(problem: PlanningProblem, replicas: Sequence[PlannedReplica]) -> bool:
-    """Whether all of them stand on one node, which then is all that they rent: their KV uses no network card."""
+def _share_one_node(problem: PlanningProblem, replicas: Sequence[PlannedReplica]) -> bool:
+    """Whether all replicas fit on one node, so that their KV uses no network card."""
     members = [node for replica in replicas for stage in replica.layout.stages for node in stage.nodes]
     first = members[0].node
     return all(stage_node.node == first for stage_node in members) and sum(
@@ -140,7 +151,7 @@ def _one_node(problem: PlanningProblem, replicas: Sequence[PlannedReplica]) -> b
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Replicas that do one phase: their rates together, how many they are, and their network cards."""
+    """All replicas of one phase: their total rates, number and network cards."""
 
     capacity: Sequence[BucketCapacity]
     copies: int
@@ -154,6 +165,7 @@ def _side(
     role: Role,
     rate_cache: RateCache,
 ) -> _Side | None:
+    """The side of all replicas with this role; None where there are none."""
     members = [replica for replica in replicas if replica.role == role]
     if not members:
         return None
@@ -162,13 +174,13 @@ def _side(
         copies = sum(1 for replica in members if replica.layout == layout)
         bucket_capacities = rate_cache.replica(problem, demand, layout, role).times(copies).capacity
         total = [
-            _added(capacity, other_capacity)
+            _sum(capacity, other_capacity)
             for capacity, other_capacity in zip(total, bucket_capacities, strict=True)
         ]
     return _Side(total, len(members), cards_of(members, problem.by_name))
 
 
-def _added(capacity: BucketCapacity, other_capacity: BucketCapacity) -> BucketCapacity:
+def _sum(capacity: BucketCapacity, other_capacity: BucketCapacity) -> BucketCapacity:
     return BucketCapacity(
         capacity.bucket,
         capacity.prefill_per_s + other_capacity.prefill_per_s,
@@ -185,21 +197,25 @@ def _pair(
     prefills: tuple[Template, dict[int, _Side]],
     decodes: tuple[Template, dict[int, _Side]],
 ) -> list[Template]:
-    """Combos of two single nodes, each of which is given with so many of it."""
-    made, (prefill, before), (decode, after) = [], prefills, decodes
+    """Combos of two single-node templates in all ratios, given with the sides of each count."""
+    templates, (prefill, prefill_sides), (decode, decode_sides) = [], prefills, decodes
     codec = problem.codecs[-1]
     bits = wire_bits(demand, codec)
     for n_p, n_d in RATIOS:
         replicas = prefill.replicas * n_p + decode.replicas * n_d
-        first, second = prefill.nodes[0].node, decode.nodes[0].node
-        capacity = tuple(_closed(problem, demand, before[n_p], after[n_d], bits))
+        prefill_node, decode_node = prefill.nodes[0].node, decode.nodes[0].node
+        capacity = tuple(_closed_capacity(problem, demand, prefill_sides[n_p], decode_sides[n_d], bits))
         if not useful(capacity):
             continue
-        same = first == second
-        nodes = (NodeCount(first, n_p + n_d),) if same else (NodeCount(first, n_p), NodeCount(second, n_d))
-        made.append(
+        same_type = prefill_node == decode_node
+        nodes = (
+            (NodeCount(prefill_node, n_p + n_d),)
+            if same_type
+            else (NodeCount(prefill_node, n_p), NodeCount(decode_node, n_d))
+        )
+        templates.append(
             Template(
-                name=f"{demand.name}: combo {n_p} {first} -> {n_d} {second}",
+                name=f"{demand.name}: combo {n_p} {prefill_node} -> {n_d} {decode_node}",
                 kind="combo",
                 model=demand.name,
                 nodes=nodes,
@@ -209,10 +225,11 @@ def _pair(
                 codec=codec,
             )
         )
-    return made
+    return templates
 
 
-def _times(problem: PlanningProblem, template: Template, n: int) -> _Side:
+def _multiplied(problem: PlanningProblem, template: Template, n: int) -> _Side:
+    """The side of n nodes of a template."""
     capacity = [
         replace(c, prefill_per_s=c.prefill_per_s * n, decode_per_s=c.decode_per_s * n)
         for c in template.capacity
@@ -220,62 +237,70 @@ def _times(problem: PlanningProblem, template: Template, n: int) -> _Side:
     return _Side(capacity, len(template.replicas) * n, cards_of(template.replicas * n, problem.by_name))
 
 
-def _closed(
-    problem: PlanningProblem, model_demand: ModelDemand, prefill_side: _Side, decode_side: _Side, bits: Floats
+def _closed_capacity(
+    problem: PlanningProblem, demand: ModelDemand, prefill_side: _Side, decode_side: _Side, bits: Floats
 ) -> list[BucketCapacity]:
-    """What two sides serve, bucket by bucket; their cards are as busy as the tightest bucket lets them be."""
-    pairs = list(zip(model_demand.buckets, prefill_side.capacity, decode_side.capacity, strict=True))
+    """Capacity of two sides by bucket, with network cards at the utilization that the tightest bucket allows."""
+    pairs = list(zip(demand.buckets, prefill_side.capacity, decode_side.capacity, strict=True))
     limits = [
-        _busy(problem, model_demand, demand, capacity, prefill_side, decode_side, bits)
-        for demand, capacity, _ in pairs
+        _card_utilization_limit(problem, demand, bucket, prefill_capacity, prefill_side, decode_side, bits)
+        for bucket, prefill_capacity, _ in pairs
     ]
-    asked = [
-        u for u, bucket in zip(limits, model_demand.buckets, strict=True) if u > 0 and bucket.rate_per_s > 0
+    active_limits = [
+        u for u, bucket in zip(limits, demand.buckets, strict=True) if u > 0 and bucket.rate_per_s > 0
     ]
-    busy = min(asked, default=problem.headroom)
-    narrow = min(prefill_side.cards.all_bits_per_s, decode_side.cards.all_bits_per_s)
-    slow = min(prefill_side.cards.one_bits_per_s, decode_side.cards.one_bits_per_s)
+    utilization = min(active_limits, default=problem.headroom)
+    all_bits_per_s = min(prefill_side.cards.all_bits_per_s, decode_side.cards.all_bits_per_s)
+    one_bits_per_s = min(prefill_side.cards.one_bits_per_s, decode_side.cards.one_bits_per_s)
     closed = []
-    for (demand, capacity, d), limit in zip(pairs, limits, strict=True):
-        rate = min(capacity.prefill_per_s, d.decode_per_s)
-        kv_bits = float(bits[demand.bucket])
+    for (bucket, prefill_capacity, decode_capacity), limit in zip(pairs, limits, strict=True):
+        rate = min(prefill_capacity.prefill_per_s, decode_capacity.decode_per_s)
+        kv_bits = float(bits[bucket.bucket])
         if kv_bits > 0:
-            rate = min(rate, busy * narrow / (problem.headroom * kv_bits))
+            rate = min(rate, utilization * all_bits_per_s / (problem.headroom * kv_bits))
         if not (rate > 0 and limit > 0):
-            closed.append(BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0))
+            closed.append(BucketCapacity(bucket.bucket, 0.0, 0.0, 0.0, 0.0, 0.0))
             continue
-        used = problem.headroom * rate * kv_bits / narrow
-        late_s = max(0.0, sojourn_s(kv_bits / slow, used) - prefill_side.copies / capacity.prefill_per_s)
-        closed.append(BucketCapacity(demand.bucket, 0.0, 0.0, rate, capacity.ttft_s + late_s, d.tpot_s))
+        card_utilization = problem.headroom * rate * kv_bits / all_bits_per_s
+        late_s = max(
+            0.0,
+            sojourn_s(kv_bits / one_bits_per_s, card_utilization)
+            - prefill_side.copies / prefill_capacity.prefill_per_s,
+        )
+        closed.append(
+            BucketCapacity(
+                bucket.bucket, 0.0, 0.0, rate, prefill_capacity.ttft_s + late_s, decode_capacity.tpot_s
+            )
+        )
     return closed
 
 
-def _busy(
+def _card_utilization_limit(
     problem: PlanningProblem,
-    model_demand: ModelDemand,
-    demand: BucketDemand,
+    demand: ModelDemand,
+    bucket: BucketDemand,
     capacity: BucketCapacity,
     prefill_side: _Side,
     decode_side: _Side,
     bits: Floats,
 ) -> float:
-    """How busy the cards may be so that TTFT holds with this prefill: (w - 1) S + t / (1 - u) within it."""
+    """Largest utilization u of the cards that meets TTFT: (w - 1) S + t / (1 - u) within the objective."""
     if not capacity.prefill_per_s > 0:
         return 0.0
     service_s = prefill_side.copies / capacity.prefill_per_s
-    limit_s = model_demand.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
+    limit_s = demand.slo.ttft_s if bucket.promised else UNPROMISED_TTFT_S
     within_s = limit_s - (wait_factor(problem.headroom) - 1.0) * service_s
-    slow = min(prefill_side.cards.one_bits_per_s, decode_side.cards.one_bits_per_s)
-    return busy_limit(float(bits[demand.bucket]) / slow, within_s, problem.headroom)
+    bits_per_s = min(prefill_side.cards.one_bits_per_s, decode_side.cards.one_bits_per_s)
+    return busy_limit(float(bits[bucket.bucket]) / bits_per_s, within_s, problem.headroom)
 
 
 def _best_efficiency(demand: ModelDemand, templates: Sequence[Template], prices: dict[str, float]) -> float:
     return max((efficiency_tokens_per_usd(demand, template, prices) for template in templates), default=0.0)
 
 
-SHORTLIST = 4  # Pairs of types that are passed on, as in the paper's example.
+SHORTLIST = 4  # Pairs of node types kept, as in the paper's example.
 PREFILL_UNITS, DECODE_UNITS = (1, 2), (1, 2, 3, 4, 5, 6)
-MOST_NODES = 8
+MAX_COMBO_NODES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +310,7 @@ class RankedPair:
     prefill: str
     decode: str
     ce_tokens_per_usd: float
-    printed: bool  # By equation 15; otherwise by what its combos serve.
+    printed: bool  # By equation 15; otherwise by its timed combos.
 
 
 def ranked(
@@ -295,26 +320,27 @@ def ranked(
     prices: Mapping[str, float],
     rate_cache: RateCache,
 ) -> list[RankedPair]:
-    """All pairs whose sides keep the objective, in their better direction, the most efficient first."""
-    able = {
+    """All pairs of node types whose sides meet the SLO, in their better direction, most efficient first."""
+    nodes_by_role = {
         role: sorted({t.nodes[0].node for t in single_node if t.replicas[0].role == role})
         for role in ("prefill", "decode")
     }
     ranked_pairs: dict[frozenset[str], RankedPair] = {}
-    for first in able["prefill"]:
-        for second in able["decode"]:
-            value = _efficiency(problem, demand, single_node, prices, first, second, rate_cache)
-            best = ranked_pairs.get(frozenset((first, second)))
-            if best is None or value.ce_tokens_per_usd > best.ce_tokens_per_usd:
-                ranked_pairs[frozenset((first, second))] = value
+    for prefill_node in nodes_by_role["prefill"]:
+        for decode_node in nodes_by_role["decode"]:
+            pair = _efficiency(problem, demand, single_node, prices, prefill_node, decode_node, rate_cache)
+            known_pair = ranked_pairs.get(frozenset((prefill_node, decode_node)))
+            if known_pair is None or pair.ce_tokens_per_usd > known_pair.ce_tokens_per_usd:
+                ranked_pairs[frozenset((prefill_node, decode_node))] = pair
     return sorted(
-        ranked_pairs.values(), key=lambda each: (-each.ce_tokens_per_usd, each.prefill, each.decode)
+        ranked_pairs.values(), key=lambda pair: (-pair.ce_tokens_per_usd, pair.prefill, pair.decode)
     )
 
 
 def gpu_combos(
     problem: PlanningProblem, demand: ModelDemand, pairs: Sequence[RankedPair], rate_cache: RateCache
 ) -> list[Template]:
+    """Combos of these pairs of node types in all unit counts."""
     templates: dict[str, Template] = {}
     for pair in pairs:
         first, second = problem.node(pair.prefill), problem.node(pair.decode)
@@ -334,39 +360,53 @@ def _combo(
     n_d: int,
     rate_cache: RateCache,
 ) -> Template | None:
-    first, second = types
-    prefill = _instances(problem, demand, first, "prefill", n_p, rate_cache)
-    decode = _instances(problem, demand, second, "decode", n_d, rate_cache)
-    if prefill is None or decode is None:
+    prefill_node, decode_node = types
+    prefill_replicas = _instances(problem, demand, prefill_node, "prefill", n_p, rate_cache)
+    decode_replicas = _instances(problem, demand, decode_node, "decode", n_d, rate_cache)
+    if prefill_replicas is None or decode_replicas is None:
         return None
     nodes: tuple[NodeCount, ...]
-    gpus_p, gpus_d = (sum(_gpus(replica) for replica in side) for side in (prefill, decode))
-    if first.name == second.name and first.gpus % (gpus_p + gpus_d) == 0:
-        times, nodes = first.gpus // (gpus_p + gpus_d), (NodeCount(first.name, 1),)
+    prefill_gpus, decode_gpus = (
+        sum(_gpus(replica) for replica in side) for side in (prefill_replicas, decode_replicas)
+    )
+    if prefill_node.name == decode_node.name and prefill_node.gpus % (prefill_gpus + decode_gpus) == 0:
+        combo_count, nodes = (
+            prefill_node.gpus // (prefill_gpus + decode_gpus),
+            (NodeCount(prefill_node.name, 1),),
+        )
     else:
-        times = _lcm(first.gpus // gcd(first.gpus, gpus_p), second.gpus // gcd(second.gpus, gpus_d))
-        counts = (times * gpus_p // first.gpus, times * gpus_d // second.gpus)
-        if sum(counts) > MOST_NODES:
+        combo_count = _lcm(
+            prefill_node.gpus // gcd(prefill_node.gpus, prefill_gpus),
+            decode_node.gpus // gcd(decode_node.gpus, decode_gpus),
+        )
+        node_counts = (
+            combo_count * prefill_gpus // prefill_node.gpus,
+            combo_count * decode_gpus // decode_node.gpus,
+        )
+        if sum(node_counts) > MAX_COMBO_NODES:
             return None
-        nodes = (NodeCount(first.name, counts[0]), NodeCount(second.name, counts[1]))
-        if first.name == second.name:
-            nodes = (NodeCount(first.name, sum(counts)),)
-    replicas = tuple(prefill) * times + tuple(decode) * times
+        nodes = (NodeCount(prefill_node.name, node_counts[0]), NodeCount(decode_node.name, node_counts[1]))
+        if prefill_node.name == decode_node.name:
+            nodes = (NodeCount(prefill_node.name, sum(node_counts)),)
+    replicas = tuple(prefill_replicas) * combo_count + tuple(decode_replicas) * combo_count
     codec = problem.codecs[-1]
     capacity = combo_capacity(problem, demand, replicas, codec, rate_cache)
     if not useful(capacity):
         return None
-    known = [rate_cache.replica(problem, demand, side[0].layout, side[0].role) for side in (prefill, decode)]
-    name = f"{times} x <{gpus_p} {first.gpu.name}, {gpus_d} {second.gpu.name}>"
-    on = " + ".join(f"{node_count.count} {node_count.node}" for node_count in nodes)
+    rated_layouts = [
+        rate_cache.replica(problem, demand, side[0].layout, side[0].role)
+        for side in (prefill_replicas, decode_replicas)
+    ]
+    name = f"{combo_count} x <{prefill_gpus} {prefill_node.gpu.name}, {decode_gpus} {decode_node.gpu.name}>"
+    node_list = " + ".join(f"{node_count.count} {node_count.node}" for node_count in nodes)
     return Template(
-        name=f"{demand.name}: combo {name} on {on}",
+        name=f"{demand.name}: combo {name} on {node_list}",
         kind="combo",
         model=demand.name,
         nodes=nodes,
         replicas=replicas,
         capacity=capacity,
-        confidence=max((rated_layout.confidence for rated_layout in known), key=ORDER.index),
+        confidence=max((rated_layout.confidence for rated_layout in rated_layouts), key=ORDER.index),
         codec=codec,
     )
 
@@ -379,7 +419,7 @@ def _instances(
     units: int,
     rate_cache: RateCache,
 ) -> list[PlannedReplica] | None:
-    """So many units of a node's GPUs as few instances of the largest tensor-parallel degree there is."""
+    """Replicas on this many units of a node's GPUs, with the largest tensor-parallel degree that divides them."""
     degrees = rate_cache.once(
         ("degrees", node.name, problem.engine.most_tensor), lambda: _degrees(problem, demand, node)
     )
@@ -391,13 +431,14 @@ def _instances(
 
 
 def _degrees(problem: PlanningProblem, demand: ModelDemand, node: NodeType) -> dict[int, Layout]:
-    """Layouts on one node by tensor-parallel degree, where the model fits."""
-    most = min(node.gpus, problem.engine.most_tensor or node.gpus)
-    made = {tp: _layout(problem, demand, node, tp) for tp in range(1, most + 1) if node.gpus % tp == 0}
-    return {tp: layout for tp, layout in made.items() if layout is not None}
+    """Single-node layouts that hold the model, by tensor-parallel degree."""
+    max_tp = min(node.gpus, problem.engine.most_tensor or node.gpus)
+    layouts = {tp: _layout(problem, demand, node, tp) for tp in range(1, max_tp + 1) if node.gpus % tp == 0}
+    return {tp: layout for tp, layout in layouts.items() if layout is not None}
 
 
 def _layout(problem: PlanningProblem, demand: ModelDemand, node: NodeType, tp: int) -> Layout | None:
+    """The single-node layout of this degree; None where the model cannot be sharded so or does not fit."""
     try:
         check_tp(demand.model, node, tp)
     except InputError:
@@ -419,10 +460,11 @@ def _efficiency(
     demand: ModelDemand,
     single_node: Sequence[Template],
     prices: Mapping[str, float],
-    first: str,
-    second: str,
+    prefill_node: str,
+    decode_node: str,
     rate_cache: RateCache,
 ) -> RankedPair:
+    """The cost efficiency of a pair of node types, by equation 15 or from its timed combos."""
     rate = demand.rate_per_s or 1.0
     r_in = (
         sum(bucket.rate_per_s * bucket.input_tokens for bucket in demand.buckets) / rate
@@ -436,25 +478,26 @@ def _efficiency(
         model = CauchyModel.from_model(demand.model)
         sides = [
             ComboSide(node.gpu, node.gpus, prices[node.name] / node.gpus)
-            for node in (problem.node(first), problem.node(second))
+            for node in (problem.node(prefill_node), problem.node(decode_node))
         ]
-    except InputError:  # not covered, or free of charge
-        pair = [RankedPair(first, second, 0.0, False)]
-        made = gpu_combos(problem, demand, pair, rate_cache)
-        best = max(
-            (efficiency_tokens_per_usd(demand, template, dict(prices)) for template in made), default=0.0
+    except InputError:  # Not covered by the closed form, or without a price.
+        pair = [RankedPair(prefill_node, decode_node, 0.0, False)]
+        templates = gpu_combos(problem, demand, pair, rate_cache)
+        best_tokens_per_usd = max(
+            (efficiency_tokens_per_usd(demand, template, dict(prices)) for template in templates), default=0.0
         )
-        return RankedPair(first, second, best, False)
-    batch = max(_batch(demand, t) for t in single_node if _is(t, second, "decode"))
-    return RankedPair(first, second, ce(model, batch, r_in, r_out, sides[0], sides[1]), True)
+        return RankedPair(prefill_node, decode_node, best_tokens_per_usd, False)
+    batch = max(_batch(demand, t) for t in single_node if _runs(t, decode_node, "decode"))
+    return RankedPair(prefill_node, decode_node, ce(model, batch, r_in, r_out, sides[0], sides[1]), True)
 
 
-def _is(template: Template, node: str, role: Role) -> bool:
+def _runs(template: Template, node: str, role: Role) -> bool:
+    """Whether a template has this role on this node type."""
     return template.nodes[0].node == node and template.replicas[0].role == role
 
 
 def _batch(model_demand: ModelDemand, template: Template) -> float:
-    """Answers that one of its replicas makes at a time, at its rate in the bucket that most requests are of."""
-    most = max(model_demand.buckets, key=lambda demand: demand.rate_per_s)
-    capacity = template.capacity[most.bucket]
-    return max(1.0, capacity.decode_per_s * most.output_tokens * capacity.tpot_s / len(template.replicas))
+    """Mean batch of one replica at its decode rate in the busiest bucket."""
+    busiest = max(model_demand.buckets, key=lambda bucket: bucket.rate_per_s)
+    capacity = template.capacity[busiest.bucket]
+    return max(1.0, capacity.decode_per_s * busiest.output_tokens * capacity.tpot_s / len(template.replicas))
