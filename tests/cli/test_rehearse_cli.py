@@ -225,11 +225,11 @@ def test_plan_evidence_is_stored_and_reused_only_for_the_same_spec(
 
 
 def test_narrowly_attained_objective_is_not_reported_as_missed() -> None:
-    kept = Evidence("chat", 0.95, (0.94, 0.96, 0.97), 900).told()
+    kept = Evidence("chat", 0.95, (0.94, 0.96, 0.97), 900).summary()
     assert kept.verdict == "unsure"
     line = evidence_line(kept)
     assert "missed" not in line
     assert "(target 95 %); 95 % confident of 93.1 % only, more runs may decide" in line
-    late = evidence_line(Evidence("chat", 0.95, (0.9496,) * 3, 9000).told())
+    late = evidence_line(Evidence("chat", 0.95, (0.9496,) * 3, 9000).summary())
     assert "SLO attainment 94.96 % of 9,000 simulated requests (target 95 %); SLO missed" in late
-    assert Evidence("chat", 0.95, (1.0,) * 3, 9000, answered=(0.9,) * 3).told().verdict == "misses"
+    assert Evidence("chat", 0.95, (1.0,) * 3, 9000, answered=(0.9,) * 3).summary().verdict == "misses"

@@ -13,7 +13,7 @@ from potluck.plan.problem import ModelDemand, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory, cauchy_strategy, programs
 from potluck.plan.strategies.template_factory import with_running
 from potluck.plan.templates.combo import _batch, gpu_combos, served_per_s
-from potluck.plan.timing.rate_cache import unwritten
+from potluck.plan.timing.rate_cache import memory_rate_cache
 from potluck.plan.verify import retimed, verify
 
 USD_PER_H = {"H800": 2.69, "A800-PCIe": 1.19, "H20": 1.50}  # Of one GPU: the paper's Table 1.
@@ -71,7 +71,7 @@ def test_cauchy_ranks_a_model_beyond_the_closed_form_by_served_requests() -> Non
 def test_cauchy_combos_form_one_instance_per_phase_and_fill_their_nodes() -> None:
     item = a_demand()
     factory = TemplateFactory(a_fleet(item, gpus=8))
-    made = gpu_combos(factory.problem, item, factory.ranked(item)[:4], unwritten(item))
+    made = gpu_combos(factory.problem, item, factory.ranked(item)[:4], memory_rate_cache(item))
     assert made
     for template in made:
         gpus = sum(n.tp for r in template.replicas for s in r.layout.stages for n in s.nodes)
@@ -89,13 +89,15 @@ def test_combo_within_one_node_is_not_limited_by_its_network_card() -> None:
     thin = replace(fleet, nodes=tuple(replace(node, network_gbps=0.01) for node in fleet.nodes))
     pairs = TemplateFactory(fleet).ranked(item)
     alike = [pair for pair in pairs if pair.prefill == pair.decode]
-    inside = {t.name: t for t in gpu_combos(thin, item, alike, unwritten(item)) if t.nodes[0].count == 1}
+    inside = {
+        t.name: t for t in gpu_combos(thin, item, alike, memory_rate_cache(item)) if t.nodes[0].count == 1
+    }
     assert inside
-    before = {t.name: t for t in gpu_combos(fleet, item, alike, unwritten(item))}
+    before = {t.name: t for t in gpu_combos(fleet, item, alike, memory_rate_cache(item))}
     for name, template in inside.items():
         assert template.capacity == before[name].capacity
     assert not [
-        t for t in gpu_combos(thin, item, pairs, unwritten(item)) if sum(n.count for n in t.nodes) > 1
+        t for t in gpu_combos(thin, item, pairs, memory_rate_cache(item)) if sum(n.count for n in t.nodes) > 1
     ]
 
 

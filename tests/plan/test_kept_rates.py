@@ -17,7 +17,7 @@ from potluck.plan.current_problem import observed
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import TemplateFactory
 from potluck.plan.timing import rate_cache as books_module
-from potluck.plan.timing.rate_cache import RateCaches, load, save, trim, unwritten
+from potluck.plan.timing.rate_cache import RateCaches, load, memory_rate_cache, save, trim
 from potluck.plan.timing.replica_rates import replica_capacity
 
 
@@ -61,7 +61,7 @@ def test_capacity_of_several_replicas_equals_that_of_replicas_timed_together(
     layout = single(node.name, 1, demand.model.layer_count)
     for role in ("prefill", "decode", "mixed"):
         direct = replica_capacity(demand, layout, problem.by_name, role, problem.headroom, 3)
-        known = unwritten(demand).replica(problem, demand, layout, role).times(3).capacity
+        known = memory_rate_cache(demand).replica(problem, demand, layout, role).times(3).capacity
         for capacity, other_capacity in zip(direct, known, strict=True):
             assert other_capacity.prefill_per_s == pytest.approx(capacity.prefill_per_s)
             assert other_capacity.decode_per_s == pytest.approx(capacity.decode_per_s)

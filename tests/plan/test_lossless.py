@@ -15,7 +15,7 @@ from potluck.core.values.types import Slo
 from potluck.plan.assemble.codecs import solve_with_codecs
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.homogeneous import homogeneous
-from potluck.plan.timing.rate_cache import unwritten
+from potluck.plan.timing.rate_cache import memory_rate_cache
 from potluck.plan.timing.replica_rates import fits, replica_capacity, useful
 
 FLEET = {"east": {"1xL4": (0.8, 8), "1xL40S": (1.86, 4)}}
@@ -85,7 +85,9 @@ def test_pipeline_library_omits_no_placement_that_would_give_a_cheaper_plan(
     ask = a_demand(rate_per_s=rate_per_s, slo=Slo(ttft_s, 0.06), lengths=((prompt, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
-    single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]
+    single = [
+        each for each in homogeneous(problem, ask, memory_rate_cache(ask)) if each.replicas[0].role != "mixed"
+    ]
     made = [
         t for t in pipelines(problem, ask, prices, few=20, folder=tmp_path) if t.replicas[0].role == "prefill"
     ]
@@ -107,7 +109,9 @@ def test_nodes_too_slow_alone_serve_prefill_as_pipelines() -> None:
     ask = a_demand(rate_per_s=25.0, slo=Slo(0.5, 0.06), lengths=((1000, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
-    single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]
+    single = [
+        each for each in homogeneous(problem, ask, memory_rate_cache(ask)) if each.replicas[0].role != "mixed"
+    ]
     assert not any(t.nodes[0].node == "1xL4" and t.replicas[0].role == "prefill" for t in single)
     _, allocation = solve_with_codecs(
         problem, {ask.name: [*single, *pipelines(problem, ask, prices, few=20)]}, time_limit_s=20

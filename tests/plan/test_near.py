@@ -40,12 +40,12 @@ def distant_demand(
 
 def planned_in_regions(problem: PlanningProblem, regions: tuple[str, ...]) -> PlanOutcome | None:
     """Planned for some regions alone, with what their farthest users leave of TTFT."""
-    (one,) = problem.demands
+    (one,) = problem.buckets
     left_s = one.slo.ttft_s - max(one.max_rtt_s(region) for region in regions)
     if left_s <= 0:
         return None
     asked = replace(one, slo=replace(one.slo, ttft_s=left_s), origins=(), terms=ModelTerms(regions=regions))
-    return melange(TemplateFactory(replace(problem, demands=(asked,))), SETTINGS)
+    return melange(TemplateFactory(replace(problem, buckets=(asked,))), SETTINGS)
 
 
 @pytest.mark.parametrize("far_s", [0.2, 1.2, 1.5])
@@ -65,7 +65,7 @@ def test_regions_chosen_for_distant_users_equal_the_best_of_all_choices(far_s: f
     assert verify(problem, plan) == ()
     (text,) = plan.predictions
     served = {share.region for share in plan.shares}
-    assert text.ttft_s > min(problem.demands[0].mean_rtt_s(region) for region in served)
+    assert text.ttft_s > min(problem.buckets[0].mean_rtt_s(region) for region in served)
 
 
 def test_plan_that_misses_ttft_for_distant_users_is_reported() -> None:
@@ -73,7 +73,7 @@ def test_plan_that_misses_ttft_for_distant_users_is_reported() -> None:
     plan = melange(TemplateFactory(a_problem(distant_demand(rtt_s), offers=OFFERS)), SETTINGS).plan
     away = distant_demand({"here": {"near": 0.0, "middle": 0.0, "far": 1.59}})
     result = verify(a_problem(away, offers=OFFERS), plan)
-    assert any("reach the farthest users" in line for line in result)
+    assert any("for the farthest users" in line for line in result)
     nowhere = distant_demand({"here": {"near": 2.0, "middle": 2.0, "far": 2.0}})
     with pytest.raises(CapacityError, match="no region is near enough"):
         melange(TemplateFactory(a_problem(nowhere, offers=OFFERS)), SETTINGS)
@@ -92,7 +92,7 @@ def test_strictest_request_class_sets_the_objective_and_has_a_price() -> None:
     factory = TemplateFactory(a_problem(replace(one, origins=()), offers=OFFERS))
     outcome = melange(factory, SETTINGS)
     prices = term_prices(factory, outcome, melange, SETTINGS)
-    assert [price.words for price in prices] == ["what class interactive was promised"]
+    assert [price.words for price in prices] == ["SLO of class interactive"]
     plain = melange(
         TemplateFactory(a_problem(distant_demand({"x": dict.fromkeys(OFFERS, 0.0)}), offers=OFFERS)), SETTINGS
     )

@@ -22,7 +22,7 @@ from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, serv
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.pair import pairs
 from potluck.plan.templates.placement_table import aggregated
-from potluck.plan.timing.rate_cache import unwritten
+from potluck.plan.timing.rate_cache import memory_rate_cache
 from potluck.plan.timing.replica_rates import fits, layout_timer, replica_capacity, wait_factor
 from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, stage_rates
 from potluck.plan.verify import retimed
@@ -30,7 +30,7 @@ from potluck.plan.verify import retimed
 ASK = a_demand()
 PROBLEM = a_problem(ASK)
 PRICES = {o.node: o.price_usd_per_h for o in PROBLEM.regions[0].offers}
-SINGLE = homogeneous(PROBLEM, ASK, unwritten(ASK))
+SINGLE = homogeneous(PROBLEM, ASK, memory_rate_cache(ASK))
 
 
 def templates_of_role(role: str) -> list[Template]:
@@ -119,7 +119,7 @@ def test_tight_objective_leaves_only_templates_that_meet_it() -> None:
     tight = a_demand(slo=Slo(0.12, 0.02))
     names = {
         t.nodes[0].node
-        for t in homogeneous(a_problem(tight), tight, unwritten(tight))
+        for t in homogeneous(a_problem(tight), tight, memory_rate_cache(tight))
         if t.replicas[0].role == "decode"
     }
     assert names == {"1xH100-SXM"}
@@ -159,7 +159,7 @@ def test_efficiency_is_tokens_per_dollar() -> None:
 
 def test_pair_capacity_is_never_below_its_high_end_replica_alone() -> None:
     alone = {t.nodes[0].node: t for t in templates_of_role("mixed")}
-    result = pairs(PROBLEM, ASK, SINGLE, unwritten(ASK))
+    result = pairs(PROBLEM, ASK, SINGLE, memory_rate_cache(ASK))
     assert result
     better = 0
     for template in result:
@@ -178,7 +178,7 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
     big = a_demand("big", "Qwen3-32B", 0.5, Slo(6.0, 0.15))
     problem = a_problem(big, offers={"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16)}})
     prices = {"1xL40S": 1.86, "1xA10G": 1.0}
-    assert not homogeneous(problem, big, unwritten(big))
+    assert not homogeneous(problem, big, memory_rate_cache(big))
     result = pipelines(problem, big, prices, few=20)
     assert {t.replicas[0].role for t in result} == {"prefill", "decode"}
     for template in result:
@@ -186,7 +186,7 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
         assert layout.layer_count == big.model.layer_count
         assert {n.node: n.count for n in template.nodes} == layout.node_counts
     assert [t for t in result if len(t.nodes) > 1], "pipelines of unlike nodes are the point"
-    both = list(aggregated(problem, big, result, unwritten(big)))
+    both = list(aggregated(problem, big, result, memory_rate_cache(big)))
     assert both
     assert len({t.name for t in both}) == len({t.replicas[0].layout for t in both}) == len(both)
     for template in both:
@@ -202,9 +202,9 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
 def test_looser_objective_never_lowers_capacity(ttft_s: float, tpot_s: float, looser: float) -> None:
     few = {"east": {"1xL40S": (1.86, 8), "2xL4": (1.6, 8)}}
     tight, loose = a_demand(slo=Slo(ttft_s, tpot_s)), a_demand(slo=Slo(ttft_s * looser, tpot_s * looser))
-    before = {t.name: t for t in homogeneous(a_problem(tight, offers=few), tight, unwritten(tight))}
+    before = {t.name: t for t in homogeneous(a_problem(tight, offers=few), tight, memory_rate_cache(tight))}
     best: dict[tuple[str, str, int], float] = {}
-    for template in homogeneous(a_problem(loose, offers=few), loose, unwritten(loose)):
+    for template in homogeneous(a_problem(loose, offers=few), loose, memory_rate_cache(loose)):
         for c in template.capacity:
             key = (template.nodes[0].node, template.replicas[0].role, c.bucket)
             best[key] = max(best.get(key, 0.0), c.prefill_per_s + c.decode_per_s + c.closed_per_s)
@@ -217,7 +217,7 @@ def test_looser_objective_never_lowers_capacity(ttft_s: float, tpot_s: float, lo
 def test_mixed_pipeline_keeps_its_objective_and_gains_from_stages() -> None:
     """Two halves on two nodes have twice the memory and turn about: more than one node, at most about twice it."""
     problem = a_problem(a_demand(lengths=((1000, 200, 1.0),)), offers={"east": {"1xL40S": (1.9, 2)}})
-    ask, name = problem.demands[0], "1xL40S"
+    ask, name = problem.buckets[0], "1xL40S"
     whole = Layout((Stage(32, (StageNode(name, 1),)),))
     halves = Layout(tuple(Stage(16, (StageNode(name, 1),)) for _ in range(2)))
     capacity = replica_capacity(ask, whole, problem.by_name, "mixed", 0.8)[0]

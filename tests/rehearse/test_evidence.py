@@ -141,7 +141,7 @@ def test_requests_served_by_no_plan_count_as_missed() -> None:
     assert whole.holds
     assert not part.holds
     assert part.suffices, "no other plan does better"
-    assert part.told().verdict == "misses"
+    assert part.summary().verdict == "misses"
     assert part.mean == pytest.approx(0.87)
 
 

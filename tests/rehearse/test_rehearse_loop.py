@@ -403,4 +403,4 @@ def test_small_request_class_is_judged_by_its_own_objective() -> None:
         replace(trial, policy=replace(trial.policy, classes=(strict, *CLASSES[1:]))), plan
     )
     assert (missed.request_class, missed.misses, missed.mean) == ("interactive", True, 0.0)
-    assert "chat, class interactive: SLO attainment 0 %" in evidence_line(missed.told())
+    assert "chat, class interactive: SLO attainment 0 %" in evidence_line(missed.summary())

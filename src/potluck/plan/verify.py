@@ -37,7 +37,7 @@ from potluck.plan.templates.group import group_capacity
 from potluck.plan.templates.placement_table import aggregated_capacity
 from potluck.plan.timing.named_machines import machine_of, timer_of
 from potluck.plan.timing.network_cards import busy_limits, cards_of, link_bits_per_s, wire_bits
-from potluck.plan.timing.rate_cache import unwritten
+from potluck.plan.timing.rate_cache import memory_rate_cache
 from potluck.plan.timing.replica_rates import fits, replica_capacity
 
 LP_TOLERANCE = 1e-5  # Relative error accepted in shares that a linear program computes.
@@ -442,7 +442,7 @@ def retimed(problem: PlanningProblem, demand: ModelDemand, template: Template) -
     """
     if template.kind in CAPACITY_FUNCTIONS and template.hands_over:
         return CAPACITY_FUNCTIONS[template.kind](
-            problem, demand, template.replicas, template.codec, unwritten(demand)
+            problem, demand, template.replicas, template.codec, memory_rate_cache(demand)
         )
     if template.kind == "pipeline" and template.replicas[0].role == "mixed":
         return aggregated_capacity(problem, demand, template.replicas[0].layout)

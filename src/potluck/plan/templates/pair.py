@@ -30,7 +30,7 @@ from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.perf.timers.pipeline_timer import ORDER, layout_requests
 from potluck.perf.transfer import crossing_bytes
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
-from potluck.plan.timing.network_cards import NetworkCards, cards_of, sides, sojourn_s
+from potluck.plan.timing.network_cards import NetworkCards, cards_of, prefill_and_other_replicas, sojourn_s
 from potluck.plan.timing.rate_cache import RateCache, RatedLayout, layout_text
 from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, layout_timer, useful, wait_factor
 
@@ -104,7 +104,7 @@ def pair_capacity(
     rate_cache: RateCache,
 ) -> tuple[BucketCapacity, ...]:
     """Capacity of a pair by bucket."""
-    low, high = sides(replicas)
+    low, high = prefill_and_other_replicas(replicas)
     both = " + ".join(f"{len(side)} x {layout_text(side[0].layout)}" for side in (low, high))
     return rate_cache.rated(
         f"pair {codec} {both}", partial(_rated, problem, demand, low, high, codec, rate_cache)

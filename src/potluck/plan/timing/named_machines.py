@@ -1,7 +1,7 @@
-"""Machines by name: which there are, the links between them, and how long a layout on them takes.
+"""Named machines: their node types, the links between them, and step timers of layouts on them.
 
-A problem with a pool names its machines. Otherwise `region/type/number` stands for each that a region has, with the
-smaller of two network cards between them. Groups of machines never span regions.
+A problem with a pool names its machines. Otherwise machines are called `region/type/number`, and two of them are
+linked at the rate of the slower network card. Groups of machines never span regions.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from potluck.plan.timing.replica_rates import layout_timer
 
 @dataclass(frozen=True, slots=True)
 class NamedMachine:
+    """A machine with its region, node type and number of GPUs."""
+
     region: str
     type: NodeType
     gpus: int
 
 
 def machine_of(problem: PlanningProblem, name: str) -> NamedMachine | None:
+    """The machine of this name; None where it does not exist."""
     if problem.pool is not None:
         node = problem.pool.node(name)
         return None if node is None else NamedMachine(node.region, node.type, node.gpus)
@@ -41,23 +44,25 @@ def machine_of(problem: PlanningProblem, name: str) -> NamedMachine | None:
 
 
 def region_pool(problem: PlanningProblem, region_name: str) -> Pool | None:
-    """The machines of a region; None when it has none.
+    """The machines of a region as a pool; None without machines.
 
-    A pool may know more machines than the region still has of a type; then the last are left out.
+    Where the pool has more machines of a type than the region's offer, the last ones are left out.
     """
     region = next(item for item in problem.regions if item.name == region_name)
     if problem.pool is not None:
-        left = {offer.node: offer.available for offer in region.offers}
-        places = []
-        for place, node in enumerate(problem.pool.nodes):
-            if node.region == region_name and node.gpus and left.get(node.type.name, 0) > 0:
-                left[node.type.name] -= 1
-                places.append(place)
-        return problem.pool.only(places) if places else None
+        available = {offer.node: offer.available for offer in region.offers}
+        indices = []
+        for index, node in enumerate(problem.pool.nodes):
+            if node.region == region_name and node.gpus and available.get(node.type.name, 0) > 0:
+                available[node.type.name] -= 1
+                indices.append(index)
+        return problem.pool.only(indices) if indices else None
     nodes = tuple(
-        PoolNode(f"{region_name}/{offer.node}/{i}", kind, kind.gpus, offer.price_usd_per_h, region_name)
+        PoolNode(
+            f"{region_name}/{offer.node}/{i}", node_type, node_type.gpus, offer.price_usd_per_h, region_name
+        )
         for offer in region.offers
-        for kind in (problem.node(offer.node),)
+        for node_type in (problem.node(offer.node),)
         for i in range(offer.available)
     )
     if not nodes:
@@ -68,44 +73,51 @@ def region_pool(problem: PlanningProblem, region_name: str) -> Pool | None:
 
 
 def gpus_of(problem: PlanningProblem) -> int:
+    """Number of available GPUs over all regions."""
     return sum(o.available * problem.node(o.node).gpus for region in problem.regions for o in region.offers)
 
 
 def named(problem: PlanningProblem) -> PlanningProblem:
-    """The same problem with every machine in its pool, so that single ones can be lost."""
+    """The problem with a pool of all its machines, so that single ones can be removed."""
     if problem.pool is not None:
         return problem
     pools = [pool for region in problem.regions if (pool := region_pool(problem, region.name)) is not None]
     nodes = tuple(node for pool in pools for node in pool.nodes)
-    ends = [(node.region, node.type.network_gbps) for node in nodes]
-    across = {(link.source, link.target): (link.gbps, link.rtt_s) for link in problem.links}
-    # Nothing groups machines of two regions, so what stands between those without a link is never used.
+    regions_and_cards = [(node.region, node.type.network_gbps) for node in nodes]
+    links_by_regions = {(link.source, link.target): (link.gbps, link.rtt_s) for link in problem.links}
+    # Groups never span regions, so the values between regions without a link are never used.
     gbps = tuple(
         tuple(
-            min(card, other) if region == place else across.get((region, place), (1e-3, 0.0))[0]
-            for place, other in ends
+            min(card_gbps, other_gbps)
+            if region == other_region
+            else links_by_regions.get((region, other_region), (1e-3, 0.0))[0]
+            for other_region, other_gbps in regions_and_cards
         )
-        for region, card in ends
+        for region, card_gbps in regions_and_cards
     )
     rtt_s = tuple(
-        tuple(RTT_S if region == place else across.get((region, place), (0.0, 1.0))[1] for place, _ in ends)
-        for region, _ in ends
+        tuple(
+            RTT_S if region == other_region else links_by_regions.get((region, other_region), (0.0, 1.0))[1]
+            for other_region, _ in regions_and_cards
+        )
+        for region, _ in regions_and_cards
     )
     return replace(problem, pool=Pool(nodes, gbps, rtt_s))
 
 
 def _link(problem: PlanningProblem, first: str, second: str) -> tuple[float, float]:
+    """(Gbps, round-trip seconds) between two machines."""
     if problem.pool is not None:
         a, b = problem.pool.index(first), problem.pool.index(second)
         return problem.pool.gbps[a][b], problem.pool.rtt_s[a][b]
-    one, two = machine_of(problem, first), machine_of(problem, second)
-    assert one is not None, first
-    assert two is not None, second
-    return min(one.type.network_gbps, two.type.network_gbps), RTT_S
+    first_machine, second_machine = machine_of(problem, first), machine_of(problem, second)
+    assert first_machine is not None, first
+    assert second_machine is not None, second
+    return min(first_machine.type.network_gbps, second_machine.type.network_gbps), RTT_S
 
 
 def kv_path(problem: PlanningProblem, first: str, second: str) -> AlphaBeta | None:
-    """The way of KV from one machine to another; None within one whose GPUs have no link, so nothing to cross."""
+    """Transfer model for KV between two machines; None within a machine without a GPU interconnect."""
     if first != second:
         return alpha_beta(*_link(problem, first, second))
     machine = machine_of(problem, first)
@@ -126,7 +138,7 @@ def hop(problem: PlanningProblem, first: str, second: str) -> Hop:
 
 
 def timer_of(problem: PlanningProblem, demand: ModelDemand, layout: Layout) -> StepTimer:
-    """A layout's timer: over the links between its machines where it names them all."""
+    """The step timer of a layout, using the links between its machines where it names them all."""
     names = [stage.nodes[0].machine for stage in layout.stages if len(stage.nodes) == 1]
     if len(layout.stages) == 1 or len(names) < len(layout.stages) or not all(names):
         return layout_timer(demand, layout, problem.by_name)

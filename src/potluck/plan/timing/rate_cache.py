@@ -1,7 +1,8 @@
-"""What layouts were timed to do for a model: looked up where it is known, kept on disk for the next plan.
+"""Cache of timed rates of layouts, kept on disk for the next plan.
 
-Every layout is timed once, by itself; what several do together is worked out from that. A cache is named by all that
-times follow from (`header`): model, node types, objective, lengths, and the code and data that time them.
+Every layout is timed once, as a single replica; rates of several replicas are derived from that. A cache file is
+named by a hash of all inputs of the timing (`header`): model, node types, SLO, lengths, and the code and data that
+time them.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.timing.replica_rates import fits, layout_timer, replica_capacity
 
-FORMAT = 2
-MOST_BYTES = 256 << 20
-BUILT = (".so", ".pyd")  # Compiled from sources that are there too.
+FILE_FORMAT = 2
+MAX_FOLDER_BYTES = 256 << 20
+COMPILED_SUFFIXES = (".so", ".pyd")  # Compiled from sources that are hashed anyway.
 Arrays = dict[str, NDArray[Any]]
 
 
 def default_folder() -> Path | None:
-    """`$XDG_CACHE_HOME/potluck` or `~/.cache/potluck`; None where there is no such place."""
+    """`$XDG_CACHE_HOME/potluck` or `~/.cache/potluck`; None without a home directory."""
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(chosen):
         return Path(chosen) / "potluck"
@@ -53,7 +54,7 @@ def default_folder() -> Path | None:
 
 
 def load(folder: Path | None, key: str) -> Arrays | None:
-    """The arrays of a file; None when it is not there or not whole."""
+    """The arrays of a file; None when it is missing or damaged."""
     if folder is None:
         return None
     path = folder / f"{key}.npz"
@@ -63,51 +64,51 @@ def load(folder: Path | None, key: str) -> Arrays | None:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     with suppress(OSError):
-        os.utime(path)  # used just now
+        os.utime(path)  # For `trim`, which removes the least recently used files.
     return arrays
 
 
 def save(folder: Path | None, key: str, arrays: Arrays) -> bool:
-    """Write a file as a whole or not at all; False where that is not possible."""
+    """Write a file atomically; False where that fails."""
     if folder is None:
         return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(suffix=".tmp", dir=folder)
+        handle, temporary_path = tempfile.mkstemp(suffix=".tmp", dir=folder)
     except OSError:
         return False
     try:
         with os.fdopen(handle, "wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
-        os.replace(aside, folder / f"{key}.npz")
+        os.replace(temporary_path, folder / f"{key}.npz")
     except OSError:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary_path).unlink(missing_ok=True)
         return False
-    if key.endswith("00"):  # one file in 256: to look at all of them takes longer than to write many
+    if key.endswith("00"):  # For one file in 256, as listing the folder takes longer than many writes.
         trim(folder)
     return True
 
 
-def trim(folder: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Remove what was not used for longest, until the rest is small enough."""
+def trim(folder: Path, most_bytes: int = MAX_FOLDER_BYTES) -> None:
+    """Remove the least recently used files until the folder is small enough."""
     try:
-        there = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.name.endswith(".npz")]
+        files = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.name.endswith(".npz")]
     except OSError:
         return
-    size = sum(element.st_size for element, _ in there)
+    size = sum(stat.st_size for stat, _ in files)
     if size <= most_bytes:
         return
-    for item, path in sorted(there, key=lambda one: one[0].st_mtime):
+    for stat, path in sorted(files, key=lambda file: file[0].st_mtime):
         with suppress(OSError):
             os.unlink(path)
-        size -= item.st_size
+        size -= stat.st_size
         if size <= most_bytes * 3 // 4:
             return
 
 
 @lru_cache(maxsize=16)
 def sources(package: str) -> bytes:
-    """A hash of a package's own files, data included: a change of code gives results of another name."""
+    """Hash of a package's files, data included, so that results of changed code get another name."""
     digest = hashlib.sha256()
     for entry in sorted(_files(resources.files(package)), key=lambda each: each.name):
         digest.update(entry.name.encode() + b"\0" + hashlib.sha256(entry.read_bytes()).digest())
@@ -115,37 +116,38 @@ def sources(package: str) -> bytes:
 
 
 def _files(folder: Any) -> Iterable[Any]:
+    """All files of a package but compiled ones."""
     for entry in folder.iterdir():
         if entry.is_dir():
             if entry.name != "__pycache__":
                 yield from _files(entry)
-        elif not entry.name.endswith(BUILT):
+        elif not entry.name.endswith(COMPILED_SUFFIXES):
             yield entry
 
 
 def name_of(*parts: bytes) -> str:
-    """What follows from these parts, by these versions, is kept under this name."""
-    digest = hashlib.sha256(f"{FORMAT} {__version__} {np.__version__} {own_cluster()}".encode())
+    """File name for results that depend on these parts and on the current versions."""
+    digest = hashlib.sha256(f"{FILE_FORMAT} {__version__} {np.__version__} {own_cluster()}".encode())
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:40]
 
 
-CODE = ("potluck.core", "potluck.perf", "potluck.plan.timing", "potluck.plan.templates")
-"""What is kept follows from this code, data of `perf` included."""
-MOST = 20_000  # Layouts of a book that are kept; one of so many is no longer quick to read.
-FIGURES = 5
+SOURCE_PACKAGES = ("potluck.core", "potluck.perf", "potluck.plan.timing", "potluck.plan.templates")
+"""Packages whose code and data determine the cached rates."""
+MAX_LAYOUTS = 20_000  # Layouts kept in a file; larger files take long to read.
+FIGURES_PER_BUCKET = 5
 T = TypeVar("T")
 
 
 class RatedLayout(NamedTuple):
-    """What something does for each bucket, and how well that is known."""
+    """Rates by bucket, with their confidence."""
 
     capacity: tuple[BucketCapacity, ...]
     confidence: Confidence
 
     def times(self, copies: int) -> RatedLayout:
-        """So many of it beside each other."""
+        """The rates of this many equal replicas."""
         if copies == 1:
             return self
         bucket_capacities = tuple(
@@ -162,26 +164,28 @@ class RatedLayout(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RateCache:
+    """Timed rates of one model's layouts, by name."""
+
     buckets: int
     key: str
     folder: Path | None
     known: dict[str, RatedLayout] = field(default_factory=dict)
-    written: int = 0  # How many of these are on disk.
-    worked: dict[Hashable, Any] = field(default_factory=dict)
-    """What else was worked out from all that rates follow from, so that no plan of the same works it out again."""
+    written: int = 0  # Number of rates on disk.
+    derived: dict[Hashable, Any] = field(default_factory=dict)
+    """Other results that depend on the same inputs only, shared by all plans of the model."""
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What was worked out under this key, or is now."""
-        if key not in self.worked:
-            self.worked[key] = make()
-        return cast(T, self.worked[key])
+        """The derived result of this key, made on first use."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return cast(T, self.derived[key])
 
     def once_of(self, kind: Hashable, template: Template, make: Callable[[], T]) -> T:
-        """The same of one template, told from others by being it: comparing all of it would take longer."""
+        """The derived result of a template, keyed by identity, as comparing templates takes longer."""
         return self.once((kind, id(template)), lambda: (template, make()))[1]
 
     def rated(self, name: str, time: Callable[[], RatedLayout]) -> RatedLayout:
-        """What is known by this name; timed where nothing is."""
+        """The rates of this name, timed on first use."""
         rated_layout = self.known.get(name)
         if rated_layout is None:
             rated_layout = self.known[name] = time()
@@ -190,15 +194,14 @@ class RateCache:
     def replica(
         self, problem: PlanningProblem, demand: ModelDemand, layout: Layout, role: Role
     ) -> RatedLayout:
-        """One replica in one role; it does nothing where it does not fit."""
-
+        """Rates of one replica in one role; zero where the model does not fit."""
         text = layout_text(layout)
 
         def time() -> RatedLayout:
             if not fits(demand, layout, problem.by_name):
                 return nothing(self.buckets)
             make = partial(layout_timer, demand, layout, problem.by_name)
-            # Roles of a node share its timer; pipelines are too many to keep theirs.
+            # The roles of a node share its timer; timers of pipelines are too many to keep.
             timer = self.once(("timer", text), make) if len(layout.stages) == 1 else make()
             capacity = replica_capacity(demand, layout, problem.by_name, role, problem.headroom, timer=timer)
             return RatedLayout(capacity, timer.confidence)
@@ -206,6 +209,7 @@ class RateCache:
         return self.rated(f"{role} {text}", time)
 
     def keep(self) -> None:
+        """Write new rates to disk."""
         if len(self.known) > self.written:
             self.written = len(self.known)
             save(self.folder, self.key, _arrays(self.known))
@@ -213,42 +217,47 @@ class RateCache:
 
 @dataclass(slots=True, eq=False)
 class RateCaches:
-    """The books of all models that were asked about, opened when they are needed."""
+    """The rate caches of all models, opened on first use."""
 
     folder: Path | None = field(default_factory=default_folder)
     opened: dict[tuple[object, ...], RateCache] = field(default_factory=dict)
 
     def of(self, problem: PlanningProblem, demand: ModelDemand) -> RateCache:
-        asked = (_timeless(demand), problem.nodes, problem.headroom)
-        # Profiles, an owner's or of speeds seen live, cannot be keys themselves; their header can.
-        place: tuple[object, ...] = (header(*asked),) if demand.profiles else asked
-        if place not in self.opened:
-            key = header(*asked)
-            known = _known(load(self.folder, key), len(demand.buckets))
-            self.opened[place] = RateCache(len(demand.buckets), key, self.folder, known, len(known))
-        return self.opened[place]
+        """The rate cache of a model."""
+        inputs = (_timeless(demand), problem.nodes, problem.headroom)
+        # Profiles are not hashable, so their header is the key.
+        cache_key: tuple[object, ...] = (header(*inputs),) if demand.profiles else inputs
+        if cache_key not in self.opened:
+            key = header(*inputs)
+            stored_rates = _known(load(self.folder, key), len(demand.buckets))
+            self.opened[cache_key] = RateCache(
+                len(demand.buckets), key, self.folder, stored_rates, len(stored_rates)
+            )
+        return self.opened[cache_key]
 
     def keep(self) -> None:
         for rate_cache in self.opened.values():
             rate_cache.keep()
 
 
-def unwritten(demand: ModelDemand) -> RateCache:
-    """An empty book of nobody else's, for whoever times anew."""
+def memory_rate_cache(demand: ModelDemand) -> RateCache:
+    """An empty rate cache without a file, for timing anew."""
     return RateCache(len(demand.buckets), "", None)
 
 
 def header(demand: ModelDemand, nodes: tuple[object, ...], headroom: float) -> str:
-    """A name for all rates that follow from this."""
+    """Name of the cache file for these inputs."""
     given = dumps(encode((demand, nodes, headroom))).encode()
-    return name_of(b"book", given, *map(sources, CODE))
+    return name_of(b"book", given, *map(sources, SOURCE_PACKAGES))
 
 
 def nothing(buckets: int) -> RatedLayout:
+    """Zero rates for this many buckets."""
     return RatedLayout(tuple(BucketCapacity(b, 0.0, 0.0, 0.0, 0.0, 0.0) for b in range(buckets)), ORDER[0])
 
 
 def layout_text(layout: Layout) -> str:
+    """A text that is unique for a layout."""
     return " > ".join(
         f"{stage.layers}: "
         + ", ".join(f"{each.node} tp{each.tp} {each.ep} {each.machine}".strip() for each in stage.nodes)
@@ -257,7 +266,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def _timeless(demand: ModelDemand) -> ModelDemand:
-    """Without what times do not follow from: names, how much is asked, where it may run, who asks."""
+    """The demand without the fields that do not affect timing: names, rates, terms, classes, origins."""
     return replace(
         demand, name="", terms=NO_TERMS, classes=(), origins=(), buckets=tuple(map(_lengths, demand.buckets))
     )
@@ -268,7 +277,7 @@ def _lengths(demand: BucketDemand) -> BucketDemand:
 
 
 def _arrays(known: dict[str, RatedLayout]) -> Arrays:
-    kept = list(known.items())[:MOST]
+    kept = list(known.items())[:MAX_LAYOUTS]
     figures = [
         [(c.prefill_per_s, c.decode_per_s, c.closed_per_s, c.ttft_s, c.tpot_s) for c in rated_layout.capacity]
         for _, rated_layout in kept
@@ -281,19 +290,21 @@ def _arrays(known: dict[str, RatedLayout]) -> Arrays:
 
 
 def _known(stored: Arrays | None, buckets: int) -> dict[str, RatedLayout]:
-    """What a file says; nothing where it is not such a file."""
-    kinds = {"names": np.uint8, "figures": np.float64, "confidences": np.int64}
-    if stored is None or {name: array.dtype for name, array in stored.items()} != kinds:
+    """The rates in a file's arrays; empty where they do not have this format."""
+    dtypes = {"names": np.uint8, "figures": np.float64, "confidences": np.int64}
+    if stored is None or {name: array.dtype for name, array in stored.items()} != dtypes:
         return {}
     try:
         names = stored["names"].tobytes().decode().split("\n")
     except UnicodeDecodeError:
         return {}
     figures, order = stored["figures"], stored["confidences"]
-    fine = figures.shape == (len(names), buckets, FIGURES) and order.shape == (len(names),)
-    if not (fine and np.isfinite(figures).all() and ((order >= 0) & (order < len(ORDER))).all()):
+    has_shape = figures.shape == (len(names), buckets, FIGURES_PER_BUCKET) and order.shape == (len(names),)
+    if not (has_shape and np.isfinite(figures).all() and ((order >= 0) & (order < len(ORDER))).all()):
         return {}
     return {
-        name: RatedLayout(tuple(BucketCapacity(b, *row) for b, row in enumerate(rows)), ORDER[place])
-        for name, rows, place in zip(names, figures.tolist(), order.tolist(), strict=True)
+        name: RatedLayout(
+            tuple(BucketCapacity(b, *row) for b, row in enumerate(rows)), ORDER[confidence_index]
+        )
+        for name, rows, confidence_index in zip(names, figures.tolist(), order.tolist(), strict=True)
     }

@@ -1,17 +1,16 @@
-"""What a replica offers a model, bucket by bucket, within the objective.
+"""Rates of a replica for each bucket of a model within its SLO.
 
-A replica that prefills takes up to K prompts into a step, as many as its token budget has room for (a longer one in
-chunks), so it does K / T(K) a second. At utilisation h there are b in a step, as few as keep up, and they queue: with
-service times that hardly vary that is an M/D/1 queue, and where several share a step, half of the one that runs, so
+A prefill replica runs up to K prompts per step within its token budget (longer prompts in chunks), at K / T(K)
+prompts per second. At utilization h a step has b prompts, the fewest that keep up, and prompts queue: an M/D/1 queue,
+as service times hardly vary, plus half of the running step where several prompts share one, so
 
     TTFT = T(b) + S h / (2 (1 - h)) + [K > 1] T(b) / 2 + hand-over          S = T(K) / K
 
-must stay within the objective; K is the largest that does and whose KV fits. In a pipeline T is the time between two
-steps, and the first token waits for all stages, after the round of chunks that is under way. A decoding replica runs
-the largest batch whose step is within TPOT and whose KV fits; as KV comes while its prompt is computed, its room is
-taken before the first token. A mixed one does both and must keep both (`perf.serving.throughput`); in a pipeline of S
-stages S batches take turns, so a request's step is a cycle of them. All first tokens come later by what a server adds
-to them outside of steps (`EngineHost.request_s`).
+must meet the objective; K is the largest that does and whose KV fits. In a pipeline T is the time between two steps,
+and the first token takes all stages, after the current round of chunks. A decode replica runs the largest batch whose
+step meets TPOT and whose KV fits; its KV memory is reserved from the start of the prefill elsewhere. A mixed replica
+runs both phases and must meet both objectives (`perf.throughput`); in a pipeline of S stages S batches alternate, so
+a request's step is a cycle of them. The server's time outside of steps is added to TTFT (`EngineHost.request_s`).
 """
 
 from __future__ import annotations
@@ -42,35 +41,35 @@ from potluck.perf.timers.profile import ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline
 from potluck.plan.problem import BucketDemand, ModelDemand
 
-UNPROMISED_TTFT_S = 600.0  # What requests beyond the attained share may take at most.
+UNPROMISED_TTFT_S = 600.0  # TTFT limit of requests beyond the attainment.
 HANDOVER_SHARE = 0.1
-"""Part of the TTFT objective that is kept free for handing the KV over, which overlaps with prefill."""
+"""Part of the TTFT objective reserved for KV transfer, which overlaps with prefill."""
 
 
 def inside_server(slo: Slo) -> Slo:
-    """What is left of an objective for queues and steps."""
+    """The SLO without the server's time outside of queues and steps."""
     return replace(slo, ttft_s=max(slo.ttft_s - DEFAULT_HOST.request_s, 1e-9))
 
 
 def wait_factor(headroom: float) -> float:
     """Sojourn over service time of an M/D/1 queue at this utilisation."""
-    busy = min(headroom, 0.99)
-    return 1.0 + busy / (2.0 * (1.0 - busy))
+    utilization = min(headroom, 0.99)
+    return 1.0 + utilization / (2.0 * (1.0 - utilization))
 
 
 def decode_room(
-    model_demand: ModelDemand, demand: BucketDemand, timer: StepTimer, room: int, headroom: float
+    demand: ModelDemand, bucket: BucketDemand, timer: StepTimer, room: int, headroom: float
 ) -> int:
-    """Of the requests whose KV fits a decoding replica, those that may make answers at a time when it is busy.
+    """Largest decode batch of a replica whose KV memory holds `room` requests.
 
-    KV has its room from when its prompt is computed elsewhere: about as long as here. And whoever finds all room
-    taken waits for an answer to end, which is late; so that no more than the attained share do, c requests' room is
-    filled to 1 - z / sqrt(c) on average (square-root staffing, z the attained share's normal quantile).
+    KV memory is reserved during the prefill elsewhere, which takes about as long as here. A request that finds all
+    memory reserved waits for an answer to end and is late; so that only the allowed share is, room for c requests is
+    filled to 1 - z / sqrt(c) on average (square-root staffing, z: normal quantile of the attainment).
     """
-    answer_s = demand.output_tokens * model_demand.slo.tpot_s
-    held_s = float(prefill_s(timer, demand.new_tokens, demand.cached_tokens)[0])
+    answer_s = bucket.output_tokens * demand.slo.tpot_s
+    prefill_time_s = float(prefill_s(timer, bucket.new_tokens, bucket.cached_tokens)[0])
     filled = filled_room(
-        np.array(room), model_demand.slo.attainment, headroom, answer_s / (answer_s + held_s)
+        np.array(room), demand.slo.attainment, headroom, answer_s / (answer_s + prefill_time_s)
     )
     return int(filled)
 
@@ -78,15 +77,15 @@ def decode_room(
 def filled_room(
     room: NDArray[np.int64], attainment: float, headroom: float, answer_share: float
 ) -> NDArray[np.int64]:
-    """The same for many rooms at once; `answer_share` is the part of its time in the room that KV is decoded."""
+    """Largest batches for these sizes of KV memory; `answer_share`: share of the reserved time that decodes."""
     z = NormalDist().inv_cdf(min(max(attainment, 0.5), 0.999))
     filled = 1.0 - z / np.sqrt(np.maximum(room, 1))
-    most = room * np.minimum(1.0, filled / headroom) * answer_share
-    return np.where(room < 1, 0, np.maximum(most, 1.0)).astype(np.int64)
+    batch = room * np.minimum(1.0, filled / headroom) * answer_share
+    return np.where(room < 1, 0, np.maximum(batch, 1.0)).astype(np.int64)
 
 
 def layout_timer(demand: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:
-    """What was measured or the plain roofline for one node, the pipeline for more."""
+    """The step timer of a layout: measured profile or roofline for one node, pipeline timer for several."""
     stage = layout.stages[0]
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
         node, tp, ep = nodes[stage.nodes[0].node], stage.nodes[0].tp, stage.nodes[0].ep
@@ -109,7 +108,7 @@ def replica_capacity(
     *,
     timer: StepTimer | None = None,
 ) -> tuple[BucketCapacity, ...]:
-    """Rates of `copies` replicas of one layout in one role, for every bucket; 0 where it cannot."""
+    """Rates of `copies` replicas of one layout in one role by bucket; 0 where it cannot serve a bucket."""
     timer = layout_timer(demand, layout, nodes) if timer is None else timer
     return tuple(
         _bucket(demand, bucket, timer, layout, nodes, role, headroom, copies) for bucket in demand.buckets
@@ -117,11 +116,12 @@ def replica_capacity(
 
 
 def useful(capacity: tuple[BucketCapacity, ...]) -> bool:
+    """Whether any bucket has a positive rate."""
     return any(c.prefill_per_s > 0 or c.decode_per_s > 0 or c.closed_per_s > 0 for c in capacity)
 
 
 def fits(demand: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> bool:
-    """Whether the weights fit with room for at least one prompt of some bucket."""
+    """Whether the weights and the KV of one prompt of the shortest bucket fit in memory."""
     shortest = min((bucket.longest_tokens for bucket in demand.buckets), default=1)
     try:
         return layout_requests(demand.model, layout, nodes, float(shortest)) >= 1
@@ -130,8 +130,8 @@ def fits(demand: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> 
 
 
 def _bucket(
-    model_demand: ModelDemand,
-    demand: BucketDemand,
+    demand: ModelDemand,
+    bucket: BucketDemand,
     timer: StepTimer,
     layout: Layout,
     nodes: Mapping[str, NodeType],
@@ -139,137 +139,135 @@ def _bucket(
     headroom: float,
     copies: int,
 ) -> BucketCapacity:
-    nothing = BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
-    tokens = demand.longest_tokens + (0 if role == "prefill" else demand.output_tokens)
-    batch = layout_requests(model_demand.model, layout, nodes, tokens)
+    no_capacity = BucketCapacity(bucket.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
+    tokens = bucket.longest_tokens + (0 if role == "prefill" else bucket.output_tokens)
+    max_requests = layout_requests(demand.model, layout, nodes, tokens)
     if role == "prefill":
-        return _prefill(model_demand, demand, timer, batch, headroom, copies) or nothing
+        return _prefill(demand, bucket, timer, max_requests, headroom, copies) or no_capacity
     if role == "decode":
-        batch = decode_room(model_demand, demand, timer, batch, headroom)
+        max_requests = decode_room(demand, bucket, timer, max_requests, headroom)
     if isinstance(timer, PipelineTimer) and role == "decode":
-        rate, tpot_s = _pipeline_decode(timer, demand, batch, model_demand.slo.tpot_s)
-        return BucketCapacity(demand.bucket, 0.0, rate * copies, 0.0, 0.0, tpot_s)
-    added_s = DEFAULT_HOST.request_s
-    slo = (
-        inside_server(model_demand.slo)
-        if demand.promised
-        else replace(model_demand.slo, ttft_s=UNPROMISED_TTFT_S)
-    )
+        rate, tpot_s = _pipeline_decode(timer, bucket, max_requests, demand.slo.tpot_s)
+        return BucketCapacity(bucket.bucket, 0.0, rate * copies, 0.0, 0.0, tpot_s)
+    server_s = DEFAULT_HOST.request_s
+    slo = inside_server(demand.slo) if bucket.promised else replace(demand.slo, ttft_s=UNPROMISED_TTFT_S)
     if isinstance(timer, PipelineTimer) and len(timer.stages) > 1:
-        rate, ttft_s, tpot_s = _pipeline_mixed(timer, demand, batch, slo)
-        ttft_s += added_s if rate > 0 else 0.0
-        return BucketCapacity(demand.bucket, 0.0, 0.0, rate * copies, ttft_s, tpot_s)
-    lengths = (demand.input_tokens, demand.output_tokens)
-    operating_point = best_operating(timer, *lengths, batch, slo, role, cached_tokens=demand.cached_tokens)
+        rate, ttft_s, tpot_s = _pipeline_mixed(timer, bucket, max_requests, slo)
+        ttft_s += server_s if rate > 0 else 0.0
+        return BucketCapacity(bucket.bucket, 0.0, 0.0, rate * copies, ttft_s, tpot_s)
+    lengths = (bucket.input_tokens, bucket.output_tokens)
+    operating_point = best_operating(
+        timer, *lengths, max_requests, slo, role, cached_tokens=bucket.cached_tokens
+    )
     if operating_point is None:
-        return nothing
+        return no_capacity
     rate = operating_point.requests_per_s * copies
     if role == "decode":
-        return BucketCapacity(demand.bucket, 0.0, rate, 0.0, 0.0, operating_point.tpot_s)
-    ttft_s, tpot_s = operating_point.ttft_s + added_s, operating_point.tpot_s
-    return BucketCapacity(demand.bucket, 0.0, 0.0, rate, ttft_s, tpot_s)
+        return BucketCapacity(bucket.bucket, 0.0, rate, 0.0, 0.0, operating_point.tpot_s)
+    ttft_s, tpot_s = operating_point.ttft_s + server_s, operating_point.tpot_s
+    return BucketCapacity(bucket.bucket, 0.0, 0.0, rate, ttft_s, tpot_s)
 
 
 def _prefill(
-    model_demand: ModelDemand, demand: BucketDemand, timer: StepTimer, room: int, headroom: float, copies: int
+    demand: ModelDemand, bucket: BucketDemand, timer: StepTimer, room: int, headroom: float, copies: int
 ) -> BucketCapacity | None:
-    """Steps of as many prompts as budget and KV have room for and the objective allows."""
-    new, cached = demand.new_tokens, demand.cached_tokens
+    """Capacity with the most prompts per step that the token budget, KV memory and TTFT allow."""
+    new, cached = bucket.new_tokens, bucket.cached_tokens
     counts = np.arange(1, min(prompts_in_step(new), room) + 1)
     if not len(counts):
         return None
     round_s = 0.0
     if isinstance(timer, PipelineTimer):
-        # The longest prompt and one chunk alone are timed with them.
+        # The longest prompt and a single chunk are timed in the same call.
         whole_s, between_s = timer.both_s(
-            _prompts(counts, new, cached, (demand.longest_tokens, 0), (min(new, CHUNK_TOKENS), cached))
+            _prompts(counts, new, cached, (bucket.longest_tokens, 0), (min(new, CHUNK_TOKENS), cached))
         )
-        latency_s, apart_s, longest_s = whole_s[:-2], between_s[:-2], float(whole_s[-2])
-        # As many steps are under way as there are nodes, or as KV has room for: where one is much slower, they wait.
+        latency_s, interval_s, longest_s = whole_s[:-2], between_s[:-2], float(whole_s[-2])
+        # At most one step per node, or as many as KV memory holds, run at once; with a slow stage, steps wait.
         least_s = latency_s * np.minimum(np.maximum(1 / sum(map(len, timer.stages)), counts / room), 1.0)
-        apart_s = np.clip(apart_s, least_s, latency_s)
+        interval_s = np.clip(interval_s, least_s, latency_s)
         round_s = float(whole_s[-1]) / 2 if len(timer.stages) > 1 else 0.0
     else:
-        latency_s = apart_s = prompts_s(timer, counts, new, cached)
-        longest_s = chunked_prefill_s(timer, demand.longest_tokens, STEP_TOKENS)
+        latency_s = interval_s = prompts_s(timer, counts, new, cached)
+        longest_s = chunked_prefill_s(timer, bucket.longest_tokens, STEP_TOKENS)
     rates, round_s, longest_s = (
-        counts / apart_s,
+        counts / interval_s,
         round_s + DEFAULT_HOST.request_s,
         longest_s + DEFAULT_HOST.request_s,
     )
-    limit_s = model_demand.slo.ttft_s * (1.0 - HANDOVER_SHARE) if demand.promised else np.inf
-    for most in counts[::-1]:
-        rate = float(rates[:most].max())
-        b = int(np.argmax(rates >= headroom * rate))
-        ttft_s = float(latency_s[b]) + (wait_factor(headroom) - 1.0) / rate + round_s
-        ttft_s += float(apart_s[b]) / 2 if most > 1 else 0.0
+    limit_s = demand.slo.ttft_s * (1.0 - HANDOVER_SHARE) if bucket.promised else np.inf
+    for max_prompts in counts[::-1]:
+        rate = float(rates[:max_prompts].max())
+        smallest = int(np.argmax(rates >= headroom * rate))
+        ttft_s = float(latency_s[smallest]) + (wait_factor(headroom) - 1.0) / rate + round_s
+        ttft_s += float(interval_s[smallest]) / 2 if max_prompts > 1 else 0.0
         if max(ttft_s, longest_s) <= limit_s:
-            return BucketCapacity(demand.bucket, copies * rate, 0.0, 0.0, ttft_s, 0.0)
+            return BucketCapacity(bucket.bucket, copies * rate, 0.0, 0.0, ttft_s, 0.0)
     return None
 
 
 def _prompts(counts: NDArray[np.int64], new: int, cached: int, *alone: tuple[int, int]) -> StepBatch:
-    """Steps of so many prompts each, then those of one prompt, (new, cached) tokens of it."""
-    there = np.arange(counts.max())[None, :] < np.concatenate([counts, np.ones(len(alone))])[:, None]
+    """Steps with these counts of equal prompts, then steps of single prompts of (new, cached) tokens."""
+    present = np.arange(counts.max())[None, :] < np.concatenate([counts, np.ones(len(alone))])[:, None]
     lengths = np.array([*((new, cached) for _ in counts), *alone], np.float64)
-    return steps(there * lengths[:, :1], there * lengths[:, 1:])
+    return steps(present * lengths[:, :1], present * lengths[:, 1:])
 
 
 def _pipeline_decode(
-    timer: PipelineTimer, demand: BucketDemand, room: int, tpot_s: float
+    timer: PipelineTimer, bucket: BucketDemand, room: int, tpot_s: float
 ) -> tuple[float, float]:
-    """(requests/s, TPOT) with a batch of B requests in each of S stages, B as large as TPOT and KV allow."""
+    """(requests/s, TPOT) with the largest batch per stage that TPOT and KV memory allow."""
     stages = len(timer.stages)
-    most = min(room // stages, MAX_BATCH)
-    if most < 1:
+    max_batch = min(room // stages, MAX_BATCH)
+    if max_batch < 1:
         return 0.0, 0.0
-    batches = np.unique(np.geomspace(1, most, 64).round())
-    context = demand.input_tokens + demand.output_tokens / 2
+    batches = np.unique(np.geomspace(1, max_batch, 64).round())
+    context = bucket.input_tokens + bucket.output_tokens / 2
     batch = steps(decodes=batches, decode_context=batches * context)
     step_s, interval_s = timer.both_s(batch)
     tokens_per_s = np.minimum(batches / interval_s, stages * batches / step_s)
     tokens_per_s = np.where(step_s <= tpot_s, tokens_per_s, 0.0)
-    best = int(np.argmax(tokens_per_s))
-    return float(tokens_per_s[best]) / demand.output_tokens, float(step_s[best])
+    best_index = int(np.argmax(tokens_per_s))
+    return float(tokens_per_s[best_index]) / bucket.output_tokens, float(step_s[best_index])
 
 
 def _pipeline_mixed(
-    timer: PipelineTimer, demand: BucketDemand, room: int, slo: Slo
+    timer: PipelineTimer, bucket: BucketDemand, room: int, slo: Slo
 ) -> tuple[float, float, float]:
-    """(requests/s, TTFT, TPOT): in each of S stages a batch of B decodes with the prompt tokens that feed it.
+    """(requests/s, TTFT, TPOT) of a mixed pipeline: each of S batches has B decodes and the prompt tokens they need.
 
-    A step of one batch takes T and the slowest stage I of it; with S batches under way each has its turn every
-    C = max(S I, T). A prompt of several chunks takes as many turns. A turn is as long however busy the pipeline is,
-    so it must be within the part of TPOT that admission keeps to, or requests are refused that were planned for.
+    A step of one batch takes T in all and I in the slowest stage, so with S batches the cycle is C = max(S I, T). A
+    prompt of several chunks takes as many cycles. The cycle does not depend on the utilization, so it must stay
+    within the part of TPOT that admission control uses, or planned requests would be refused.
     """
     stages = len(timer.stages)
-    most = min(room // stages, MAX_BATCH)
-    if most < 1:
+    max_batch = min(room // stages, MAX_BATCH)
+    if max_batch < 1:
         return 0.0, 0.0, 0.0
-    batches = np.unique(np.geomspace(1, most, 64).round())
-    new, out = demand.new_tokens, demand.output_tokens
-    context = batches * (demand.input_tokens + out / 2)
+    batches = np.unique(np.geomspace(1, max_batch, 64).round())
+    new_tokens, output_tokens = bucket.new_tokens, bucket.output_tokens
+    context = batches * (bucket.input_tokens + output_tokens / 2)
 
     def cycle_s(chunk: Floats, cached: Floats) -> Floats:
         step_s, interval_s = timer.both_s(steps(chunk, cached, batches, context))
         return np.maximum(stages * interval_s, step_s)
 
-    chunk = np.minimum(batches * new / out, CHUNK_TOKENS)
-    starts = np.arange(ceil(chunk.max() / new)) * float(new)
-    prompts = np.clip(chunk[:, None] - starts, 0.0, float(new))
-    behind = demand.cached_tokens + np.maximum(new - chunk, 0.0)[:, None] / 2
-    paced = np.maximum(batches * new / out / chunk, 1.0)
-    tpot_s = cycle_s(prompts, np.broadcast_to(behind, prompts.shape)) * paced
+    chunk = np.minimum(batches * new_tokens / output_tokens, CHUNK_TOKENS)
+    starts = np.arange(ceil(chunk.max() / new_tokens)) * float(new_tokens)
+    prompts = np.clip(chunk[:, None] - starts, 0.0, float(new_tokens))
+    context_before = bucket.cached_tokens + np.maximum(new_tokens - chunk, 0.0)[:, None] / 2
+    turns = np.maximum(batches * new_tokens / output_tokens / chunk, 1.0)
+    tpot_s = cycle_s(prompts, np.broadcast_to(context_before, prompts.shape)) * turns
     ttft_s = np.zeros(len(batches))
-    for start in range(0, new, CHUNK_TOKENS):
-        size = np.full(len(batches), float(min(CHUNK_TOKENS, new - start)))
-        ttft_s += cycle_s(size, np.full(len(batches), float(demand.cached_tokens + start)))
-    rate = stages * batches / (tpot_s * out)
+    for start in range(0, new_tokens, CHUNK_TOKENS):
+        size = np.full(len(batches), float(min(CHUNK_TOKENS, new_tokens - start)))
+        ttft_s += cycle_s(size, np.full(len(batches), float(bucket.cached_tokens + start)))
+    rate = stages * batches / (tpot_s * output_tokens)
     rate = np.where((tpot_s <= MARGIN * slo.tpot_s) & (ttft_s <= slo.ttft_s), rate, 0.0)
-    best = int(np.argmax(rate))
-    if not rate[best] > 0:
+    best_index = int(np.argmax(rate))
+    if not rate[best_index] > 0:
         return 0.0, 0.0, 0.0
-    return float(rate[best]), float(ttft_s[best]), float(tpot_s[best])
+    return float(rate[best_index]), float(ttft_s[best_index]), float(tpot_s[best_index])
 
 
 @lru_cache(maxsize=1024)
@@ -280,30 +278,33 @@ def _confidence(model: Model, node: NodeType, tp: int, ep: Ep) -> Confidence:
 def range_per_s(
     demand: ModelDemand,
     shares: Iterable[PlannedShare],
-    used: Mapping[str, Template],
+    templates: Mapping[str, Template],
     nodes: Mapping[str, NodeType],
     rate_per_s: float,
 ) -> tuple[float, float]:
-    """(slowest, fastest) of a model's replicas together, where they are planned to do `rate_per_s`.
+    """(lowest, highest) total rate of a model's replicas by the 80 % interval of step times, planned at `rate_per_s`.
 
-    Replicas are taken to err alike, as what they have in common is most of it: so nothing averages out. Where one
-    was measured by `potluck profile`, it does not err at all. (0, 0) where nothing is served.
+    Errors of replicas are taken as fully correlated, so they do not average out; node types measured by
+    `potluck profile` have none. (0, 0) where nothing is served.
     """
-    lows, highs = [1.0], [1.0]
+    low_ratios, high_ratios = [1.0], [1.0]
     names = {share.template for share in shares if share.rate_per_s > 0}
-    places = {
+    shards = {
         (stage_node.node, stage_node.tp, stage_node.ep)
         for name in names
-        for replica in used[name].replicas
+        for replica in templates[name].replicas
         for stage in replica.layout.stages
         for stage_node in stage.nodes
     }
-    for name, tp, ep in places:
+    for name, tp, ep in shards:
         node = nodes[name]
         if profile_for(demand.profiles, demand.model, node, tp) is not None:
             continue
-        who = (demand.model, tp, node.gpu.name, _confidence(demand.model, node, tp, ep))
-        planned, around = slower(*who, demand.sure) if demand.sure > 0.5 else 1.0, bar("rate", *who)
-        lows.append(planned / around.high)
-        highs.append(planned / around.low)
-    return (rate_per_s * min(lows), rate_per_s * max(highs)) if places else (0.0, 0.0)
+        configuration = (demand.model, tp, node.gpu.name, _confidence(demand.model, node, tp, ep))
+        planned, interval = (
+            slower(*configuration, demand.sure) if demand.sure > 0.5 else 1.0,
+            bar("rate", *configuration),
+        )
+        low_ratios.append(planned / interval.high)
+        high_ratios.append(planned / interval.low)
+    return (rate_per_s * min(low_ratios), rate_per_s * max(high_ratios)) if shards else (0.0, 0.0)
