@@ -16,7 +16,13 @@ from potluck.core.values.layout import Pool
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Slo
 from potluck.plan.problem import PlanningProblem, without_nodes
-from potluck.plan.replan_options import ReplanOption, best_answer, ladder, surviving_replicas, with_running_formats
+from potluck.plan.replan_options import (
+    ReplanOption,
+    best_answer,
+    ladder,
+    surviving_replicas,
+    with_running_formats,
+)
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 
