@@ -38,7 +38,7 @@ def utilizations(problem: PlanningProblem, plan: Plan) -> dict[tuple[str, str], 
 def test_different_replicas_are_equally_utilized_after_balancing() -> None:
     problem = a_problem(a_demand(rate_per_s=4.0, lengths=ONE_BUCKET))
     shop = TemplateFactory(problem)
-    result = [t for t in shop.mixed(problem.buckets[0]) if t.nodes[0].node in ("1xL40S", "1xA10G")]
+    result = [t for t in shop.mixed(problem.demands[0]) if t.nodes[0].node in ("1xL40S", "1xA10G")]
     big, small = sorted(result, key=lambda t: -t.capacity[0].closed_per_s)
     # Everything on the big one, nothing on the small one: allowed, as the big one is within its headroom.
     base = STRATEGIES["melange"](shop, SETTINGS).plan
@@ -115,7 +115,7 @@ def test_remote_prefill_serves_prompts_above_a_threshold_that_the_plan_reports(
     plan = STRATEGIES[strategy](TemplateFactory(problem), SETTINGS).plan
     assert verify(problem, plan) == ()
     assert (plan.fraction < 1) == (case == "a part of it")
-    (demand,), far = problem.buckets, [0.0] * 5
+    (demand,), far = problem.demands, [0.0] * 5
     for flow in plan.flows:
         far[flow.bucket] += flow.rate_per_s * (flow.prefill_region != "near")
     shares = [round(rate / bucket.rate_per_s, 9) for rate, bucket in zip(far, demand.buckets, strict=True)]

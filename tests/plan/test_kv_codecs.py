@@ -114,7 +114,7 @@ def test_plan_has_no_lossy_transfer_unless_the_spec_allows_it(
 def test_verify_refuses_a_lossy_plan_when_the_spec_allows_none() -> None:
     """One that serves more in fewer bits, on the demo's fleet with a link of 2 Gb/s and a fifth more requests."""
     exact = load_problem(load_spec(SHIPPED[0]), 0.8, None, (), 0.0)
-    exact = scaled(exact, {demand.name: 1.2 for demand in exact.buckets})
+    exact = scaled(exact, {demand.name: 1.2 for demand in exact.demands})
     exact = replace(exact, links=tuple(replace(link, gbps=2.0) for link in exact.links))
     free = replace(exact, codecs=CODECS)
     plan = plan_with(free)

@@ -100,7 +100,7 @@ def test_loss_by_machine_type_takes_idle_machines_first() -> None:
         Pool(tuple(nodes), ((1.0, 9.0), (9.0, 1.0)), ((0.0,) * 2,) * 2), a_demand(rate_per_s=0.5)
     )
     plan = STRATEGIES["thunderserve"](
-        TemplateFactory(pool_problem(problem.pool.only([1]), *problem.buckets)), QUICK
+        TemplateFactory(pool_problem(problem.pool.only([1]), *problem.demands)), QUICK
     ).plan  # type: ignore[union-attr]
     assert set(plan.templates[0].machines) == {"y"}
     fewer = without_nodes(problem, "pool", "4xA40", 1)
@@ -110,7 +110,7 @@ def test_loss_by_machine_type_takes_idle_machines_first() -> None:
 
 def test_pool_role_flip_serves_at_least_as_much_when_lengths_change() -> None:
     """From long answers to long prompts, on the same machines."""
-    now = replace(PROBLEM, buckets=(a_demand("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),)),))
+    now = replace(PROBLEM, demands=(a_demand("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),)),))
     reroute, flip, _ = checked_answers(now, RUNNING)
     assert flip.served_fraction >= reroute.served_fraction
     if flip.served_fraction > reroute.served_fraction + 1e-6:

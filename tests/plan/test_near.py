@@ -40,12 +40,12 @@ def distant_demand(
 
 def planned_in_regions(problem: PlanningProblem, regions: tuple[str, ...]) -> PlanOutcome | None:
     """Planned for some regions alone, with what their farthest users leave of TTFT."""
-    (one,) = problem.buckets
+    (one,) = problem.demands
     left_s = one.slo.ttft_s - max(one.max_rtt_s(region) for region in regions)
     if left_s <= 0:
         return None
     asked = replace(one, slo=replace(one.slo, ttft_s=left_s), origins=(), terms=ModelTerms(regions=regions))
-    return melange(TemplateFactory(replace(problem, buckets=(asked,))), SETTINGS)
+    return melange(TemplateFactory(replace(problem, demands=(asked,))), SETTINGS)
 
 
 @pytest.mark.parametrize("far_s", [0.2, 1.2, 1.5])
@@ -65,7 +65,7 @@ def test_regions_chosen_for_distant_users_equal_the_best_of_all_choices(far_s: f
     assert verify(problem, plan) == ()
     (text,) = plan.predictions
     served = {share.region for share in plan.shares}
-    assert text.ttft_s > min(problem.buckets[0].mean_rtt_s(region) for region in served)
+    assert text.ttft_s > min(problem.demands[0].mean_rtt_s(region) for region in served)
 
 
 def test_plan_that_misses_ttft_for_distant_users_is_reported() -> None:

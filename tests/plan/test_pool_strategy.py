@@ -79,8 +79,8 @@ def replica_on(machine: str, tp: int = 4, role: str = "mixed", layers: int = 32)
 def test_template_with_a_named_machine_is_deployed_at_most_once() -> None:
     """Two machines of the type are there, but a template that stands on one of them cannot be had twice."""
     problem = two_machines()
-    wanted = replace(problem.buckets[0], buckets=(replace(problem.buckets[0].buckets[0], rate_per_s=1e4),))
-    problem = replace(problem, buckets=(wanted,))
+    wanted = replace(problem.demands[0], buckets=(replace(problem.demands[0].buckets[0], rate_per_s=1e4),))
+    problem = replace(problem, demands=(wanted,))
     template = group_template(problem, wanted, [replica_on("a")], "fp16")
     rival = group_template(problem, wanted, [replica_on("a", 2), replica_on("a", 2)], "fp16")
     assert template is not None
@@ -93,7 +93,7 @@ def test_template_with_a_named_machine_is_deployed_at_most_once() -> None:
 
 def test_verify_refuses_groups_that_exceed_their_machines() -> None:
     problem = two_machines()
-    wanted = problem.buckets[0]
+    wanted = problem.demands[0]
     template = group_template(problem, wanted, [replica_on("a")], "fp16")
     assert template is not None
     program = columns(problem, {wanted.name: [template]})
@@ -137,8 +137,8 @@ def reference(
 def test_thin_link_limits_the_capacity_of_a_replica_pair(gbps: float, codec: Codec) -> None:
     problem = two_machines(gbps)
     replicas = [replica_on("a", role="prefill"), replica_on("b", role="decode")]
-    result = group_capacity(problem, problem.buckets[0], replicas, codec)[0].closed_per_s
-    assert result == pytest.approx(reference(problem, problem.buckets[0], replicas, codec), rel=1e-6)
+    result = group_capacity(problem, problem.demands[0], replicas, codec)[0].closed_per_s
+    assert result == pytest.approx(reference(problem, problem.demands[0], replicas, codec), rel=1e-6)
 
 
 def test_kv_transfer_within_a_machine_does_not_use_the_network_link() -> None:
@@ -149,18 +149,18 @@ def test_kv_transfer_within_a_machine_does_not_use_the_network_link() -> None:
             PlannedReplica("prefill", Layout(tuple(stages))),
             PlannedReplica("decode", Layout(tuple(stages))),
         ]
-        return group_capacity(problem, problem.buckets[0], replicas, "fp16")[0].closed_per_s
+        return group_capacity(problem, problem.demands[0], replicas, "fp16")[0].closed_per_s
 
     # KV of so many requests would need many times the link. Activations do cross it, and while they do, each machine
     # waits for the other's part of what is under way.
-    assert rate(5.0) * float(wire_bits(two_machines(5.0).buckets[0], "fp16")[0]) / 1e9 > 3 * 5.0
+    assert rate(5.0) * float(wire_bits(two_machines(5.0).demands[0], "fp16")[0]) / 1e9 > 3 * 5.0
     assert rate(5.0) == pytest.approx(rate(100.0), rel=0.2)
     assert rate(5.0) > 0
 
 
 def test_adding_replicas_never_lowers_routed_capacity() -> None:
     problem = two_machines(5.0)
-    wanted = problem.buckets[0]
+    wanted = problem.demands[0]
     members = [
         replica_on("a", 2, "prefill"),
         replica_on("a", 2, "decode"),
@@ -251,10 +251,10 @@ def test_pool_refuses_links_without_positive_bandwidth() -> None:
 def test_verify_reports_template_flows_that_do_not_add_up_or_overload_a_replica() -> None:
     problem = two_machines()
     replicas = [replica_on("a", 2, "prefill"), replica_on("a", 2, "prefill"), replica_on("b", 4, "decode")]
-    made = group_template(problem, problem.buckets[0], replicas, "int4")
+    made = group_template(problem, problem.demands[0], replicas, "int4")
     assert made is not None
     assert sum(flow.share for flow in made.flows) == pytest.approx(1.0)
-    result = columns(problem, {problem.buckets[0].name: [made]})
+    result = columns(problem, {problem.demands[0].name: [made]})
     plan = plan_of(result, solve(result.program, time_limit_s=10.0), "test")
     assert verify(problem, plan) == ()
 

@@ -15,7 +15,7 @@ from potluck.plan.problem import ModelDemand, model_demand
 from potluck.plan.search.deduce import deducer
 from potluck.plan.search.evaluate import PoolEvaluator
 from potluck.plan.search.kernels import PREFILL
-from potluck.plan.search.search_templates import to_templates, tried
+from potluck.plan.search.search_templates import evaluate_with, to_templates
 from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search_with
 from potluck.plan.search.workload import workload_of
 from potluck.plan.strategies.pool_strategy import phases_of, search_groups
@@ -61,7 +61,7 @@ def test_every_replica_pair_is_simulated_once_at_a_feasible_rate(
         asked.append((prefill_replica, decode_replica, rate_per_s))
         return 1.0
 
-    tried(evaluator, result, estimate)
+    evaluate_with(evaluator, result, estimate)
     assert (
         len({(prefill_replica, decode_replica) for prefill_replica, decode_replica, _ in asked})
         == len(asked)
@@ -84,7 +84,7 @@ def test_search_result_whose_pairs_fail_simulation_is_not_chosen(
     def estimate(prefill_replica: PlannedReplica, decode_replica: PlannedReplica, rate_per_s: float) -> float:
         return 0.0 if {n.machine for s in prefill_replica.layout.stages for n in s.nodes} & chosen else 0.9
 
-    best, attained = tried(evaluator, result, estimate)
+    best, attained = evaluate_with(evaluator, result, estimate)
     assert best.state in result.others
     assert 0 < best.score.attainment < result.score.attainment
     problem = pool_problem(POOL, WANTED)

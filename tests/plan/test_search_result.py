@@ -13,7 +13,12 @@ from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.types import LengthBin, Slo, Traffic
 from potluck.plan.problem import ModelDemand, model_demand
 from potluck.plan.search.moves import joined
-from potluck.plan.search.search_templates import attainment_trace, found_of, replicas_of, to_templates
+from potluck.plan.search.search_templates import (
+    attainment_trace,
+    replicas_of,
+    result_of_replicas,
+    to_templates,
+)
 from potluck.plan.search.tabu import (
     SearchLimits,
     SearchResult,
@@ -130,7 +135,7 @@ def test_running_replicas_convert_back_to_the_search_state() -> None:
     result = search(
         pool, workload_of(wanted, "int4"), SearchSettings(limits=SearchLimits(walks=2, patience=20))
     )
-    again = found_of(pool, replicas_of(pool, result))
+    again = result_of_replicas(pool, replicas_of(pool, result))
     assert again.state == result.state
     assert [c.stages for c in again.configurations] == [c.stages for c in result.configurations]
 

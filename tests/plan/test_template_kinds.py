@@ -217,7 +217,7 @@ def test_looser_objective_never_lowers_capacity(ttft_s: float, tpot_s: float, lo
 def test_mixed_pipeline_keeps_its_objective_and_gains_from_stages() -> None:
     """Two halves on two nodes have twice the memory and turn about: more than one node, at most about twice it."""
     problem = a_problem(a_demand(lengths=((1000, 200, 1.0),)), offers={"east": {"1xL40S": (1.9, 2)}})
-    ask, name = problem.buckets[0], "1xL40S"
+    ask, name = problem.demands[0], "1xL40S"
     whole = Layout((Stage(32, (StageNode(name, 1),)),))
     halves = Layout(tuple(Stage(16, (StageNode(name, 1),)) for _ in range(2)))
     capacity = replica_capacity(ask, whole, problem.by_name, "mixed", 0.8)[0]

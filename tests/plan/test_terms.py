@@ -111,7 +111,7 @@ def test_limit_terms_are_kept_and_verified(terms: ModelTerms) -> None:
     problem = problem_with_terms(terms)
     plan = verified_plan(problem)
     other = replace(
-        PLAIN, buckets=(replace(PLAIN.buckets[0], terms=ModelTerms(nodes=("1xA10G",), regions=("east",))),)
+        PLAIN, demands=(replace(PLAIN.demands[0], terms=ModelTerms(nodes=("1xA10G",), regions=("east",))),)
     )
     if terms.regions or terms.residency or terms.nodes:
         assert verify(problem, verified_plan(other))
@@ -142,7 +142,7 @@ def test_min_copies_counts_only_copies_that_serve_requests() -> None:
         able = [d for d in plan.deployments if plan.template(d.template).replicas[0].role != other]
         assert sum(d.count for d in able) >= 2
     assert (
-        outcome_of(replace(problem, buckets=(replace(ask, terms=ModelTerms(min_copies=3)),))).plan.fraction
+        outcome_of(replace(problem, demands=(replace(ask, terms=ModelTerms(min_copies=3)),))).plan.fraction
         == 1
     )
 
@@ -189,13 +189,13 @@ def test_egress_is_charged_and_verified() -> None:
         links=links,
     )
     factory = TemplateFactory(problem)
-    made = factory.phased(problem.buckets[0])
+    made = factory.phased(problem.demands[0])
     few = [t for t in made if t.replicas[0].role == ("prefill" if "A10G" in t.name else "decode")]
     plan = solve_over(factory, SETTINGS, "prfaas", {"chat": few}).plan
     assert plan.fraction == 1
     assert verify(problem, plan) == ()
     gb_per_s = sum(
-        flow.rate_per_s * float(wire_bits(problem.buckets[0], flow.codec)[flow.bucket]) / 8e9
+        flow.rate_per_s * float(wire_bits(problem.demands[0], flow.codec)[flow.bucket]) / 8e9
         for flow in plan.flows
     )
     (charge,) = plan.charges

@@ -86,8 +86,8 @@ def test_verify_reports_unknown_names() -> None:
 
 def test_verify_reports_a_model_that_does_not_fit_in_memory() -> None:
     """The same layout, but every weight four times as wide."""
-    wide = replace(PROBLEM.buckets[0], model=replace(PROBLEM.buckets[0].model, weight_bits=64.0))
-    assert any("does not fit" in item for item in verify(replace(PROBLEM, buckets=(wide,)), PLAN))
+    wide = replace(PROBLEM.demands[0], model=replace(PROBLEM.demands[0].model, weight_bits=64.0))
+    assert any("does not fit" in item for item in verify(replace(PROBLEM, demands=(wide,)), PLAN))
 
 
 def test_verify_reports_a_layout_of_another_model() -> None:

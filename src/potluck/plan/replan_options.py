@@ -25,7 +25,7 @@ from potluck.plan.assemble.codecs import solve_with_codecs
 from potluck.plan.assemble.columns import egress_usd_per_h, plan_of
 from potluck.plan.assemble.term_rows import charges_of, rent_usd_per_h
 from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.search.search_templates import found_of, replicas_of, templates_of
+from potluck.plan.search.search_templates import replicas_of, result_of_replicas, templates_of
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, groups_left, reschedule
 from potluck.plan.search.workload import workload_of
 from potluck.plan.strategies.pool_strategy import MAX_HEADROOM, phases_of
@@ -110,7 +110,7 @@ def groups_with_new_roles(
         demand, pool = problem.demand_of(model), region_pool(problem, region)
         if demand is None or pool is None or not replicas or not demand.rate_per_s > 0:
             continue
-        previous_result = found_of(pool, replicas)
+        previous_result = result_of_replicas(pool, replicas)
         pool_workload = workload_of(
             demand, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM), problem.engine
         )

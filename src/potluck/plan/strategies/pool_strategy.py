@@ -83,7 +83,7 @@ def search_groups(
     # Imported here: numba is slow to load, and most plans search no pool.
     from potluck.plan.search.deduce import deducer
     from potluck.plan.search.evaluate import PoolEvaluator
-    from potluck.plan.search.search_templates import of_state, to_templates, tried
+    from potluck.plan.search.search_templates import evaluate_with, result_with_state, to_templates
     from potluck.plan.search.tabu import SearchLimits, SearchSettings, search_with
     from potluck.plan.search.workload import workload_of
 
@@ -107,12 +107,12 @@ def search_groups(
             continue
         attained = None
         if estimate is not None:
-            search_result, attained = tried(evaluator, search_result, estimate)
+            search_result, attained = evaluate_with(evaluator, search_result, estimate)
         groups = to_templates(problem, demand, pool, search_result, attained)
         # The search scores mean lengths; timed per bucket, its best state may serve far less.
         required_per_s = MIN_TIMED_SHARE * len(demand.buckets) * search_result.score.goodput_per_s
         for state in () if _closed_per_s(groups) >= required_per_s else search_result.others:
-            other_result = of_state(evaluator, search_result, state)
+            other_result = result_with_state(evaluator, search_result, state)
             other_groups = to_templates(problem, demand, pool, other_result)
             search_result, groups = (
                 (other_result, other_groups)
