@@ -13,7 +13,7 @@ from potluck.catalog import models, nodes
 from potluck.core.scaling.cauchy_scaling import cheapest_cover, copy_options, copy_weight, startable_rates
 from potluck.core.values.plan import Plan, Template, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.current_problem import MOST, with_candidates
+from potluck.plan.current_problem import MAX_CANDIDATES, with_candidates
 from potluck.plan.explain import copy_tokens_per_usd, tokens_json
 from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
@@ -49,7 +49,7 @@ def test_scaling_candidates_are_strategy_templates_and_cover_every_type_pair(pla
     names = {candidate.name for candidate in plan.candidates}
     assert names <= made
     assert not names & used
-    assert 0 < len(names) <= MOST
+    assert 0 < len(names) <= MAX_CANDIDATES
     types = {frozenset(template.node_counts) for template in templates_of(plan.strategy)}
     assert {frozenset(item.node_counts) for item in plan.repertoire} == types
     assert plan_from_json(plan_to_json(plan)) == plan
@@ -59,7 +59,7 @@ def test_omitted_scaling_candidates_are_dominated_on_the_same_nodes(plan: Plan) 
     """Brute force: no template that was left out does more than every one that was kept of its nodes."""
     for left in templates_of(plan.strategy):
         rivals = [item for item in plan.repertoire if set(item.node_counts) == set(left.node_counts)]
-        if left.name in {rival.name for rival in rivals} or len(plan.candidates) == MOST:
+        if left.name in {rival.name for rival in rivals} or len(plan.candidates) == MAX_CANDIDATES:
             continue
         assert any(
             all(rival.node_counts[n] <= left.node_counts[n] for n in rival.node_counts)
