@@ -191,7 +191,7 @@ def test_engine_cost_is_the_saving_of_a_plan_without_engine_limits(
     hurried = engine_cost(factory, outcome, STRATEGIES["coral"], QUICK, 0.9 * QUICK.time_limit_s)
     assert hurried is not None
     assert not hurried.known
-    assert "is not known: no time was left" in hurried.line
+    assert "is unknown: no time was left" in hurried.line
     assert engine_cost(TemplateFactory(problem), outcome, STRATEGIES["coral"], QUICK, 0.0) is None
 
 
