@@ -305,7 +305,7 @@ def test_all_packages_count_the_same_transfer_bytes(model, codec: Codec, tokens:
     assert scaled_bytes(facts, tokens, codec) == pytest.approx(sent)
     links = LinkStates(FleetFacts({"m": facts}, {}))
     links.codecs["m", "a", "b"] = codec
-    links.send(RequestState(Request("1", "m", 0.0, tokens, 1)), "a", "b", tokens)
+    links.register_crossing(RequestState(Request("1", "m", 0.0, tokens, 1)), "a", "b", tokens)
     assert links.open_bytes == pytest.approx(sent)
     demand = BucketDemand(model.name, 0, tokens, tokens, 1, 0, 1.0, held)
     model_demand = ModelDemand(model.name, model, Slo(1.0, 1.0), (demand,))
