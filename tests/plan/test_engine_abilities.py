@@ -246,8 +246,8 @@ def test_realistic_example_is_planned_for_each_engine(engine: EngineName) -> Non
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        ("embedded", "as the embedded engine runs it; `engine: vllm` shards it over the GPUs of a node"),
-        ("openai", "fit on no node on offer, as a server of OpenAI's API runs it; `engine: vllm` has"),
+        ("embedded", "with the embedded engine; `engine: vllm` shards it over the GPUs of a node"),
+        ("openai", "fit on no node on offer with a server of OpenAI's API; `engine: vllm` has"),
     ],
 )
 def test_unservable_reason_names_the_engine_when_a_model_fits_nowhere(engine: EngineName, words: str) -> None:
