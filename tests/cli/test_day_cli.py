@@ -78,7 +78,10 @@ def test_frontier_prints_a_row_for_each_plan(
     [
         (("frontier", "--values", "0.5,x"), "--values: '0.5,x' is not a comma-separated list"),
         (("frontier", "--against", "spot", "--values", "2"), "--values: must be between 0 and 1, one is 2"),
-        (("frontier", "--against", "availability", "--survive", "zone"), "--survive: zone needs nodes with a zone"),
+        (
+            ("frontier", "--against", "availability", "--survive", "zone"),
+            "--survive: zone needs nodes with a zone",
+        ),
         (("schedule", "--strategy", "best"), "strategy: unknown 'best'"),
         (("schedule", "--time-limit", "0"), "time-limit: must be positive"),
     ],

@@ -29,9 +29,8 @@ class HttpLimits:
     linger_s: float = 5.0
     """How long the rest of what was refused is read and thrown away, so that the client sees the answer."""
 
-    def check_body(self, size: int) -> None:
-        if size > self.body_bytes:
-            raise HttpRefusal(413, f"the body is larger than {self.body_bytes} bytes")
+    def body_refusal(self) -> HttpRefusal:
+        return HttpRefusal(413, f"the body is larger than {self.body_bytes} bytes")
 
 
 def calm() -> None:

@@ -97,7 +97,8 @@ class RequestReader:
             self._chunks = _ChunkedBody(self._body, self._limits)
             self._parse = httptools.HttpRequestParser(None).feed_data
         else:
-            self._limits.check_body(length)
+            if length > self._limits.body_bytes:
+                raise self._limits.body_refusal()
             data = self._buffer
             if len(data) >= length:  # As it mostly is: all came at once.
                 request.body = body = data[:length]
@@ -229,7 +230,8 @@ class _ChunkedBody:
 
     def on_body(self, data: bytes) -> None:
         self._body += data
-        self._limits.check_body(len(self._body))
+        if len(self._body) > self._limits.body_bytes:
+            raise self._limits.body_refusal()
 
     def on_message_complete(self) -> None:
         self.complete = True

@@ -419,102 +419,21 @@ class QuotaExceeded:
     """That the request would have reserved, where its tokens are too many."""
 
 
-class RefundLimits:
-    """How much of each open reservation its bucket may get back.
-
-    Had the unused part of a reservation never been taken, the bucket would hold that much more now, less what would
-    have overflowed: the part beyond the smallest room that the bucket has had since. So the limit of a reservation is
-    that smallest room, less what other reservations were given back meanwhile.
-    """
-
-    __slots__ = ("_admitted", "_limits", "_refunded", "_sequence", "any_open")
-
-    def __init__(self) -> None:
-        self.any_open = False
-        self._sequence = 0
-        self._admitted: dict[int, deque[int]] = {}
-        """Sequence numbers of open reservations, by their tokens."""
-        self._limits: list[tuple[int, float]] = []
-        """(last sequence number, limit plus `_refunded`), both ascending: a limit holds for all reservations since
-        the entry before."""
-        self._refunded = 0.0
-
-    def add(self, tokens: int, room: float) -> None:
-        self._sequence += 1
-        self.any_open = True
-        if tokens in self._admitted:
-            self._admitted[tokens].append(self._sequence)
-        else:
-            self._admitted[tokens] = deque((self._sequence,))
-        self._limits.append((self._sequence, room + self._refunded))
-
-    def lower(self, room: float) -> None:
-        """The bucket was refilled, and has so much room left."""
-        limit, last = room + self._refunded, 0
-        while self._limits and self._limits[-1][1] >= limit:
-            last = max(last, self._limits.pop()[0])
-        if last:
-            self._limits.append((last, limit))
-
-    def lower_by(self, refund: float) -> None:
-        self._refunded += refund
-
-    def remove(self, tokens: int) -> float:
-        """End the oldest reservation of so many tokens; returns its limit."""
-        sequence_numbers = self._admitted.get(tokens)
-        if sequence_numbers is None:  # Its bucket was replaced.
-            return 0.0
-        index = bisect_left(self._limits, (sequence_numbers.popleft(),))
-        limit = self._limits[index][1] - self._refunded
-        if not sequence_numbers:
-            del self._admitted[tokens]
-        if not self._admitted:
-            self._limits, self._refunded, self.any_open = [], 0.0, False
-        return limit if limit > 0.0 else 0.0
-
-
 class TokenBucket:
-    __slots__ = ("_level", "_refunds", "_seen_s", "most", "rate_per_s")
+    """Holds a minute's worth and is refilled evenly."""
+
+    __slots__ = ("_level", "_seen_s", "most", "rate_per_s")
 
     def __init__(self, per_min: float, now_s: float) -> None:
         self.most = max(per_min, 1.0)
         self.rate_per_s = per_min / MINUTE_S
         self._level, self._seen_s = self.most, now_s
-        self._refunds = RefundLimits()
 
     def level(self, now_s: float) -> float:
         if now_s > self._seen_s:
             self._level = min(self.most, self._level + (now_s - self._seen_s) * self.rate_per_s)
             self._seen_s = now_s
-            if self._refunds.any_open:
-                self._refunds.lower(self.most - self._level)
         return self._level
-
-    def reserve(self, tokens: int, now_s: float) -> float:
-        """As `draw`, of tokens that `settle` may give back in part."""
-        level, most, refunds = self._level, self.most, self._refunds
-        if now_s > self._seen_s:
-            level += (now_s - self._seen_s) * self.rate_per_s
-            self._level = level = level if level < most else most
-            self._seen_s = now_s
-            if refunds.any_open:
-                refunds.lower(most - level)
-        wanted = tokens if tokens < most else most
-        if level < wanted:
-            return (wanted - level) / self.rate_per_s
-        self._level = level = level - tokens
-        if tokens > 0:
-            refunds.add(tokens, most - level)
-        return 0.0
-
-    def settle(self, reserved: int, used: int) -> float:
-        """End a reservation; returns what it took from the bucket beyond the reserved tokens, mostly negative."""
-        refund_limit, extra = self._refunds.remove(reserved), float(used - reserved)
-        if extra < -refund_limit:
-            extra = -refund_limit
-        if extra != 0.0:
-            self.take(extra)
-        return extra
 
     def draw(self, amount: float, now_s: float) -> float:
         """Take so much, or nothing and say how long to wait; more than it ever holds waits until it is full."""
@@ -535,10 +454,88 @@ class TokenBucket:
 
     def take(self, amount: float) -> None:
         """Take so much, or give it back where negative, whatever there is."""
-        level = min(self.most, self._level - amount)
-        if level > self._level and self._refunds.any_open:
-            self._refunds.lower_by(level - self._level)
-        self._level = level
+        self._level = min(self.most, self._level - amount)
+
+
+class ReservationBucket(TokenBucket):
+    """A bucket from which requests reserve what they may use, and that gets back what they did not.
+
+    Had the unused part of a reservation never been taken, the bucket would hold that much more now, less what would
+    have overflowed: the part beyond the smallest room that the bucket has had since. So a reservation's refund is
+    limited to that smallest room, less what other reservations were given back meanwhile.
+    """
+
+    __slots__ = ("_open", "_refunded", "_rooms", "_sequence")
+
+    def __init__(self, per_min: float, now_s: float) -> None:
+        super().__init__(per_min, now_s)
+        self._sequence = 0
+        self._open: dict[int, deque[int]] = {}
+        """Sequence numbers of open reservations, by their tokens."""
+        self._rooms: list[tuple[int, float]] = []
+        """(last sequence number, smallest room since plus `_refunded`), both ascending: one entry holds for all
+        reservations after the entry before."""
+        self._refunded = 0.0
+
+    def level(self, now_s: float) -> float:
+        if now_s > self._seen_s:
+            super().level(now_s)
+            if self._rooms:
+                self._note_room()
+        return self._level
+
+    def reserve(self, tokens: int, now_s: float) -> float:
+        """As `draw`, of tokens that `settle` may give back in part."""
+        level, most = self._level, self.most
+        if now_s > self._seen_s:
+            level += (now_s - self._seen_s) * self.rate_per_s
+            self._level = level = level if level < most else most
+            self._seen_s = now_s
+            if self._rooms:
+                self._note_room()
+        wanted = tokens if tokens < most else most
+        if level < wanted:
+            return (wanted - level) / self.rate_per_s
+        self._level = level = level - tokens
+        self._sequence += 1
+        if tokens in self._open:
+            self._open[tokens].append(self._sequence)
+        else:
+            self._open[tokens] = deque((self._sequence,))
+        self._rooms.append((self._sequence, most - level + self._refunded))
+        return 0.0
+
+    def settle(self, reserved: int, used: int) -> float:
+        """End the oldest reservation of so many tokens; returns what it took beyond them, mostly negative."""
+        sequence_numbers = self._open.get(reserved)
+        if sequence_numbers is None:  # The key's limit has changed, and its bucket with it.
+            return 0.0
+        index = bisect_left(self._rooms, (sequence_numbers.popleft(),))
+        room = self._rooms[index][1] - self._refunded
+        if not sequence_numbers:
+            del self._open[reserved]
+            if not self._open:
+                self._rooms, self._refunded = [], 0.0
+        extra = float(used - reserved)
+        if extra < 0.0:
+            extra = 0.0 if room <= 0.0 else -room if extra < -room else extra
+            self._refunded -= extra if self._rooms else 0.0
+        self._level -= extra
+        return extra
+
+    def take(self, amount: float) -> None:
+        before = self._level
+        super().take(amount)
+        if self._rooms and self._level > before:
+            self._refunded += self._level - before
+
+    def _note_room(self) -> None:
+        """The bucket was refilled: lower the smallest rooms of open reservations to the room that is left."""
+        room, last = self.most - self._level + self._refunded, 0
+        while self._rooms and self._rooms[-1][1] >= room:
+            last = max(last, self._rooms.pop()[0])
+        if last:
+            self._rooms.append((last, room))
 
 
 class KeyQuota:
@@ -552,7 +549,7 @@ class KeyQuota:
         self.open = 0
         self._reserved = 0.0
         self._requests: TokenBucket | None = None
-        self._tokens: TokenBucket | None = None
+        self._tokens: ReservationBucket | None = None
         self.quota = Quota()
         self.change(quota, now_s)
 
@@ -562,7 +559,9 @@ class KeyQuota:
                 None if quota.requests_per_min is None else TokenBucket(quota.requests_per_min, now_s)
             )
         if quota.tokens_per_min != self.quota.tokens_per_min:
-            self._tokens = None if quota.tokens_per_min is None else TokenBucket(quota.tokens_per_min, now_s)
+            self._tokens = (
+                None if quota.tokens_per_min is None else ReservationBucket(quota.tokens_per_min, now_s)
+            )
         self.quota = quota
 
     def enter(self, now_s: float) -> QuotaExceeded | None:
@@ -604,7 +603,7 @@ class KeyQuota:
             return None
         if self._row is not None:  # Others may have reserved while this request was tokenised.
             self._hear(self._row, now_s)
-        wait_s = self._tokens.reserve(tokens, now_s)
+        wait_s = self._tokens.reserve(tokens, now_s) if tokens > 0 else 0.0
         if wait_s > 0:
             if self.open > 1 or self._heard.open > 0:
                 wait_s = min(
