@@ -172,7 +172,7 @@ def run_random_events(there: World, steps: list[tuple[str, int, str, str, int]])
         waiting = [req for req in there.brain.requests.values() if req.position is not None]
         assert sum(backlog.count for backlog in backlogs.values()) == len(waiting)
         assert all(backlog.count for backlog in backlogs.values())
-        if waiting and there.brain.table.models["m"].offers.flows == ():
+        if waiting and there.brain.table.models["m"].weights.flows == ():
             # Work conserving: nobody waits while a replica that does whole requests has nothing to do.
             singles = [view for view in there.brain.fleet.views.values() if view.member.kind == "homogeneous"]
             assert all(view.open_requests for view in singles)
