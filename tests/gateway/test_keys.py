@@ -410,12 +410,14 @@ def test_admitted_tokens_stay_within_rate_and_one_oversized_request(
     steps: list[tuple[float, int, float, int]], workers: int
 ) -> None:
     """However requests overlap, use in any period is at most what the bucket held, what flowed in, and the part of
-    one request that is larger than the bucket."""
+    one request that is larger than the bucket. Several processes apply each other's use later than it was, so there
+    it may be more by what earlier reservations did not use."""
     limit, now_s, place = 600, 0.0, 0
     with TemporaryDirectory() as folder:
         shared = [SharedUse(Path(folder) / "use", worker, workers) for worker in range(workers)]
         quotas = [KeyQuota(Quota(10, limit), 0.0, use.row("ann") if workers > 1 else None) for use in shared]
         admitted: list[tuple[float, int]] = []
+        given_back = 0
         open_requests: list[tuple[int, KeyQuota, int, int]] = []
         for place, (wait_s, most, share, lasts) in enumerate(steps):
             now_s += wait_s
@@ -431,6 +433,7 @@ def test_admitted_tokens_stay_within_rate_and_one_oversized_request(
             used = int(most * share)
             admitted.append((now_s, used))
             open_requests.append((place + 1 + lasts, quota, most, used))
+            given_back += most - used if workers > 1 else 0
         for _, quota, reserved, used in open_requests:
             quota.leave(reserved, used)
         assert [quota.open for quota in quotas] == [0] * workers
@@ -439,7 +442,7 @@ def test_admitted_tokens_stay_within_rate_and_one_oversized_request(
         for end_s, used in admitted[first:]:
             total += used
             period_s = end_s - begin_s
-            assert total <= limit + period_s * limit / 60 + max(0, 900 - limit) + 1e-6
+            assert total <= limit + period_s * limit / 60 + max(0, 900 - limit) + given_back + 1e-6
     assert len(admitted) <= 10 + now_s * 10 / 60 + 1e-6
 
 
