@@ -125,7 +125,7 @@ def test_skypilot_prices_become_market_offers_that_a_plan_uses(
     assert run([*source, "--spec", str(spec), "--out", str(market)]) == 0
     text = capsys.readouterr()
     assert "2 offers" in text.out
-    assert "not listed, keeps its price: 1xA10G in us-east-1" in text.err
+    assert "not listed, price unchanged: 1xA10G in us-east-1" in text.err
     assert run(["plan", str(spec), "--market", str(market), "--averages", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["plan"]["cost_usd_per_h"] == pytest.approx(0.2), "the spot price that is listed, not $9.00"

@@ -127,7 +127,7 @@ def test_api_key_comes_from_a_file_or_the_environment(
         api_key(tmp_path / "key")
     with pytest.raises(InputError, match="cannot be read"):
         api_key(tmp_path / "none")
-    assert "segments" in CliRunner().invoke(serve, ["--help"]).output
+    assert "POTLUCK_API_KEY" in CliRunner().invoke(serve, ["--help"]).output
 
 
 TEXT, CLIENT_OUTPUT = letters_of(prompt(40)), 12
