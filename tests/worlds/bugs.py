@@ -213,8 +213,8 @@ def uncharged_tokens() -> None:
 
 def shared_repeats() -> None:
     """The Idempotency-Keys of all tenants are one list."""
-    asked = kept_answers.rehearsal_options_of
-    kept_answers.rehearsal_options_of = lambda tenant, *rest: asked("", *rest)
+    asked = kept_answers.repeat_key_of
+    kept_answers.repeat_key_of = lambda tenant, *rest: asked("", *rest)
 
 
 def counted_unseen() -> None:
@@ -230,7 +230,7 @@ def counted_unseen() -> None:
 
 def deaf_to_clients() -> None:
     """An answer goes on although its client has left."""
-    ClientExchange.left = lambda self: self._over()  # type: ignore[method-assign]
+    ClientExchange.client_disconnected = lambda self: self._finish()  # type: ignore[method-assign]
 
 
 def unsynced_usage() -> None:
