@@ -36,7 +36,7 @@ def test_upgrade_replaces_engines_and_gateway_without_failed_requests(tmp_path: 
         assert isinstance(refused.exception, InputError), "at once: to ask again would be in vain"
         done = CliRunner().invoke(cli, ["fleet", "upgrade", "--at", fleet.admin, "--key-file", str(key)])
         assert done.exit_code == 0, done.output
-        assert done.output.splitlines()[-1] == "2 copies were replaced"
+        assert done.output.splitlines()[-1] == "2 copies replaced"
         assert all(item is not None and item.poll() == 0 for item in first), "both ended by themselves"
         before, sent = fleet.succeed(), len(load.shots)
         within(lambda: len(load.shots) >= sent + 4)
