@@ -463,6 +463,10 @@ def test_group_roles_stay_when_the_gain_is_below_the_threshold() -> None:
     facts, lengths = facts_of(2, prefill=(5.0, 5.0), decode=(5.0, 5.5)), MeanLengths(1000.0, 100.0)
     now: dict[int, Role] = {0: "decode", 1: "prefill"}
     assert best_roles(facts, "g", now, lengths, 0.5)[0] == now
+
+
+def test_replica_that_prefills_and_decodes_serves_less_than_half_of_either_rate() -> None:
+    facts, lengths = facts_of(1, prefill=(5.0,), decode=(5.0,)), MeanLengths(1000.0, 100.0)
     assert GroupRates(facts, "g", lengths).mixed(0) == pytest.approx(2.0)
 
 

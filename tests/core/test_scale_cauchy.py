@@ -83,7 +83,7 @@ def test_cauchy_scaling_covers_a_deficit_with_the_cheapest_copies() -> None:
     assert copies_by_template(result) in ({"small": 5}, {"large": 1})
 
 
-def test_cauchy_scaling_uses_the_available_nodes_and_notes_their_lack() -> None:
+def test_cauchy_scaling_starts_only_what_available_nodes_allow_and_gives_the_reason() -> None:
     tight = (Region("east", (NodeOffer("n", 1.0, 3), NodeOffer("big", 3.0, 0))),)
     result, why = scaling_decisions(traffic(100.0), regions=tight)
     assert copies_by_template(result) == {"small": 3}
@@ -207,9 +207,13 @@ def test_lost_copies_are_replaced_by_cauchy_scaling() -> None:
     assert copies_by_template(scaling_decisions(traffic(32.0), plan(4), fleet=fleet)[0])["small"] >= 4
 
 
-def test_cauchy_scaling_removes_nothing_while_copies_start_or_drain() -> None:
+@pytest.mark.parametrize("moving", ["starting", "draining"])
+def test_cauchy_scaling_removes_nothing_while_a_copy_starts_or_drains(moving: str) -> None:
     fleet = fleet_of(plan(4))
-    fleet.add(plans.ReplicaSpec("s", "small@east#9", "small", 0, "homogeneous", "m", "mixed", "east"))
+    if moving == "starting":
+        fleet.add(plans.ReplicaSpec("s", "small@east#9", "small", 0, "homogeneous", "m", "mixed", "east"))
+    else:
+        fleet.drain(next(iter(fleet.views)))
     result, why = scaling_decisions(traffic(5.0), plan(4), fleet=fleet)
     assert result == ()
     assert "waits for 1 copies" in why
@@ -368,7 +372,7 @@ def test_cauchy_scaling_rarely_resizes_at_a_steady_rate(
 
 
 @pytest.mark.parametrize("seed", range(1))
-def test_cauchy_scaling_follows_a_rate_that_changes(seed: int) -> None:
+def test_cauchy_scaling_follows_a_rise_within_10_minutes_and_a_fall_within_40(seed: int) -> None:
     _, trail = simulate_day([2.0, 8.0, 2.0], 1.0, seed, hours=3.0)
     hour = len(trail) // 3
     late, minutes = 10, int(60 / TICK_S)

@@ -307,8 +307,11 @@ def test_grammar_allows_every_end_token_after_a_complete_value() -> None:
     guide.consume(TEXT.encode("{}"))
     bits = int.from_bytes(guide.allowed(), "little")
     assert [token for token in range(TEXT.vocab) if bits >> token & 1] == [0, 300]
-    guide.consume([300])
-    strange = guide.copy()
-    strange.consume(TEXT.encode("king"))
+
+
+def test_grammar_with_tokens_after_its_end_token_is_unfit() -> None:
+    guide = Grammars(TEXT, TEXT.vocab, frozenset({0, 300})).compiled(ANY_OBJECT)
+    guide.consume([*TEXT.encode("{}"), 300])
+    guide.consume(TEXT.encode("king"))
     with pytest.raises(UnfitFormat, match="cannot go on"):
-        strange.allowed()
+        guide.allowed()

@@ -234,7 +234,7 @@ def test_paced_engines_attain_more_in_simulation() -> None:
     assert kept[1] > kept[0] + 0.03
 
 
-def test_weights_location_changes_startup_time_and_sleep_time_is_a_fact() -> None:
+def test_startup_time_depends_on_where_the_weights_are() -> None:
     plan = closed_plan((mixed(SLOW), "east", 1))
     resolved = problem(plan)
 
@@ -251,7 +251,11 @@ def test_weights_location_changes_startup_time_and_sleep_time_is_a_fact() -> Non
     assert start_s(replace(resolved, startups={MODEL: fast})) == pytest.approx(
         startup_s(weight_bytes(LLAMA), 1, fast).total_s
     )
-    replica_models = ReplicaModels(replace(resolved, idle_s={MODEL: 60.0}))
+
+
+def test_idle_time_of_a_model_is_one_of_its_facts() -> None:
+    plan = closed_plan((mixed(SLOW), "east", 1))
+    replica_models = ReplicaModels(replace(problem(plan), idle_s={MODEL: 60.0}))
     replica_models.learn(plan)
     assert replica_models.facts().models[MODEL].idle_s == 60.0
 

@@ -414,18 +414,29 @@ def test_falling_supply_removes_machines_and_prevents_new_starts() -> None:
     assert len(result.replicas) == 3, "the Brain was told, so nothing is started that finds no machine"
 
 
-def test_broken_link_fails_its_transfers_and_a_slow_link_delays_them() -> None:
-    plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
-    work = requests((0.0, 4000, 5), (10.0, 4000, 5))
+LINKED = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
+LINKED_WORK = requests((0.0, 4000, 5), (10.0, 4000, 5))
+SLOW_LINK = Fault(0.0, "link", source="west", target="east", gbps=1.0)
+
+
+def test_transfer_over_a_broken_link_fails_and_its_request_is_retried() -> None:
     down = Fault(0.05, "link", source="west", target="east", factor=0.0, duration_s=5.0)
-    broken = simulate(problem(plan, gbps=10.0), work, Policy(opportunistic=False), faults=Faults((down,)))
+    resolved = problem(LINKED, gbps=10.0)
+    broken = simulate(resolved, LINKED_WORK, Policy(opportunistic=False), faults=Faults((down,)))
     assert broken.records.attempts[0] > 1
-    slow = Fault(0.0, "link", source="west", target="east", gbps=1.0)
+
+
+def test_slow_link_delays_the_first_token() -> None:
+    resolved = problem(LINKED, gbps=10.0)
     straight = Policy(balance="goodput")  # the default goes around a slow link
-    calm = simulate(problem(plan, gbps=10.0), work, straight)
-    assert ttft(simulate(problem(plan, gbps=10.0), work, straight, faults=Faults((slow,)))) > 5 * ttft(calm)
+    undisturbed = simulate(resolved, LINKED_WORK, straight)
+    slowed = simulate(resolved, LINKED_WORK, straight, faults=Faults((SLOW_LINK,)))
+    assert ttft(slowed) > 5 * ttft(undisturbed)
+
+
+def test_fault_of_an_unknown_link_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="west->north"):
-        simulate(problem(plan), work, faults=Faults((replace(slow, target="north"),)))
+        simulate(problem(LINKED), LINKED_WORK, faults=Faults((replace(SLOW_LINK, target="north"),)))
 
 
 def test_slow_fault_delays_a_replica_for_its_duration() -> None:
