@@ -226,7 +226,7 @@ def test_parameters_of_a_forced_call_are_within_schema_limits(
     assert chat(tools=tools, tool_choice=named_choice("weather"))[0].response_format
 
 
-def test_combined_parameters_of_a_forced_call_are_within_schema_limits() -> None:
+def test_forced_call_with_parameters_beyond_schema_limits_is_refused() -> None:
     tools = [
         function_tool(
             name=f"f{n}", parameters={"type": "object", "properties": {"a": {"enum": ["x" * 60_000]}}}

@@ -285,7 +285,7 @@ def test_price_of_an_unlisted_size_is_derived_and_marked() -> None:
     assert not three.listed
 
 
-def test_cheapest_price_prefers_listed_ones_and_papers_last() -> None:
+def test_node_price_is_the_cheapest_listed_one_and_a_papers_only_without_a_market() -> None:
     for node in {price.node for price in prices.prices()}:
         best = prices.price_usd_per_h(node)
         same = [price for price in prices.prices() if price.node == node]

@@ -213,7 +213,7 @@ def test_pinning_the_only_node_leaves_its_questions_unanswered(capsys: pytest.Ca
     assert "unknown: pinned copies need 1xRTX4090" in capsys.readouterr().out
 
 
-def test_group_printed_by_one_strategy_can_be_pinned_in_another(
+def test_group_template_of_a_printed_plan_can_be_pinned_in_hexgen_and_auto(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
@@ -326,10 +326,10 @@ def test_plan_of_a_fleet_with_one_node_is_explained(capsys: pytest.CaptureFixtur
     assert "not enough" in capsys.readouterr().out.split("Value of one node more or less")[1]
 
 
-def test_plan_of_a_fleet_with_one_node_per_type_is_explained(
+def test_explanation_of_a_plan_says_where_one_node_fewer_is_not_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What one fewer costs is asked of a fleet without that type, with templates that were made with it."""
+    """The fleet with one node fewer lacks that type, and its templates were generated with it."""
     path = tmp_path / "spec.yaml"
     path.write_text(
         "models: [{model: Llama-3.1-8B, slo: {ttft_ms: 2000, tpot_ms: 100},"

@@ -64,7 +64,7 @@ def test_cluster_market_counts_available_nodes_without_lost_or_silent_ones() -> 
 @given(
     st.lists(st.tuples(st.sampled_from(["L4", "A100", "A100-80", "T4"]), st.integers(0, 9), st.booleans()))
 )
-def test_cluster_nodes_are_counted_by_whole_gpu_groups_per_machine(
+def test_available_nodes_count_whole_gpu_groups_of_each_healthy_machine(
     machines: list[tuple[str, int, bool]],
 ) -> None:
     there = [

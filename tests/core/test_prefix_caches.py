@@ -69,7 +69,7 @@ def replica_names(world: build.World, template: str, region: str = "near") -> li
     return sorted(n for n, m in world.members.items() if m.template == template and m.region == region)
 
 
-def test_prefix_cached_on_a_decode_replica_is_not_computed_again() -> None:
+def test_prompt_cached_on_a_decode_replica_starts_there_and_prefills_only_the_rest() -> None:
     for holder in (0, 1):
         world = build.world(HOME)
         world.tell(CacheReported(replica_names(world, "d")[holder], 1, BLOCKS))

@@ -235,10 +235,10 @@ async def _hangs(_: web.Request) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("handler", [_stalls, _fails])
-async def test_interrupted_response_is_visibly_truncated(
+async def test_response_interrupted_midway_breaks_its_connection_and_the_server_serves_on(
     handler: Handling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A second answer in the middle of the first, or a clean end, would be taken for the whole."""
+    """A client would take an error body in the middle, or a clean end, for part of a complete response."""
     monkeypatch.setattr(engine_app, "STALLED_S", 0.1)
     monkeypatch.setattr(openai_routes, "models", handler)
 

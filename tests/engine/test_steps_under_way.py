@@ -67,7 +67,7 @@ ASKS = [(length, output) for length in (1, 30, 77, 150) for output in (1, 9, 20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_under_way_between_turns_draw_the_same_tokens(kind: str) -> None:
+def test_engine_with_steps_in_flight_draws_the_tokens_of_one_that_awaits_each_step(kind: str) -> None:
     engine, plain = late(kind, chunk=40, prefix_bytes=200_000), harness(kind)
     keys = [engine.submit(prompt(length, output), output) for length, output in ASKS]
     engine.run()

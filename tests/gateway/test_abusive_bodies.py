@@ -246,7 +246,9 @@ class UnreadObject(dict[str, Any]):
         ("stop_token_ids", UnreadList([1] * 257), "256 entries, got 257"),
     ],
 )
-def test_field_size_is_checked_before_its_entries(name: str, value: Any, limit: str) -> None:
+def test_field_with_too_many_entries_is_refused_before_they_are_read(
+    name: str, value: Any, limit: str
+) -> None:
     for read, content in (
         (completion_of, {"prompt": "x"}),
         (chat_of, {"messages": [{"role": "user", "content": "x"}]}),

@@ -129,7 +129,7 @@ def test_requests_that_compile_a_grammar_are_marked() -> None:
         {"grammar": 'root ::= "a"'},
     ],
 )
-def test_grammar_in_a_field_of_another_server_marks_its_request(body: dict[str, Any]) -> None:
+def test_grammar_fields_of_any_engine_mark_a_relayed_request_as_using_a_grammar(body: dict[str, Any]) -> None:
     scene = HandlerHarness()
     scene.ask("/v1/completions", {"model": SERVER, "prompt": "x", **body})
     assert [one.grammar for one in scene.driver.asked] == [True]

@@ -238,7 +238,7 @@ def test_next_status_query_time_depends_on_the_last_sign_of_life(
         ({"links": (LinkCounters("h:1", 1, 1, 0.0),)}, "suspected"),
     ],
 )
-def test_engine_is_idle_only_without_requests_and_with_a_connection(
+def test_engine_condition_follows_its_requests_connection_and_failures(
     change: dict[str, Any], condition: str
 ) -> None:
     watch, engine, _ = _health_checker()

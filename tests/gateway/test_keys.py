@@ -183,7 +183,7 @@ def test_limited_key_with_classes_unknown_to_the_gateway_is_refused(tmp_path: Pa
         ({"priority": -1}, {"x-potluck-class": "batch"}, "priority_not_allowed", "priority"),
     ],
 )
-def test_limited_key_cannot_use_other_classes(
+def test_key_limited_to_a_class_is_refused_other_classes_and_priorities(
     tmp_path: Path, chat: bool, fields: dict[str, Any], headers: dict[str, str], code: str, param: str
 ) -> None:
     scene = KeyedHarness(tmp_path, answering_with("a"), classes=["batch"])

@@ -59,7 +59,7 @@ def test_whole_reply_of_a_plain_server_is_relayed_unchanged() -> None:
     )
 
 
-def test_second_attempt_replaces_the_partial_reply_of_the_first() -> None:
+def test_second_relay_attempt_replaces_the_partial_reply_and_its_usage_is_estimated() -> None:
     resolved = HandlerHarness()
     result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "Hello"})
     answer = resolved.driver.answer

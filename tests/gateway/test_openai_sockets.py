@@ -261,7 +261,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("who", ASKED)
 @pytest.mark.parametrize("chat", [True, False])
-def test_load_generator_bodies_get_completions_and_chats(who: str, chat: bool) -> None:
+def test_request_bodies_of_load_generators_are_answered(who: str, chat: bool) -> None:
     resolved = HandlerHarness(answering_with("abcde"))
     content = "1 2 3" if who == "aiperf" else [{"type": "text", "text": "1 2 3"}]
     asked = {"messages": [{"role": "user", "content": content}]} if chat else {"prompt": "1 2 3"}

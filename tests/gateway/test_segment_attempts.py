@@ -312,7 +312,7 @@ def test_client_disconnect_during_token_delivery_cancels_the_request() -> None:
     stage.assert_idle()
 
 
-def test_commands_that_crossed_with_events_repeat_no_token() -> None:
+def test_run_sent_before_tokens_were_reported_fails_and_its_retry_repeats_no_token() -> None:
     stage = DispatchHarness("x", "y")
     what = choice_request()
     heard = stage.begin(what, aggregated("x"))

@@ -255,7 +255,7 @@ def test_reason_of_a_refused_key_does_not_show_the_key(start_server: Callable[..
     assert probe(entry_of(server, key="right-key")) != [None]
 
 
-def test_model_list_beyond_the_size_limit_is_not_read(
+def test_server_with_a_model_list_beyond_the_size_limit_is_unusable(
     start_server: Callable[..., StubServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_probe, "PROBE_MAX_BYTES", 1000)

@@ -80,8 +80,8 @@ def test_partially_written_usage_record_is_written_again(
         json.loads(garbled)
 
 
-def test_several_processes_append_to_one_usage_file(tmp_path: Path) -> None:
-    """Each appends its own lines; when a day is over one of them begins a new file, and all find it."""
+def test_two_writers_append_to_one_usage_file_across_a_day_change(tmp_path: Path) -> None:
+    """The first record of a new day rotates the file, and the other writer follows to the new one."""
     now_s = [1_900_000_000.0]
     path = tmp_path / "usage.jsonl"
     one, other = (UsageFile(path, lambda: now_s[0]) for _ in range(2))

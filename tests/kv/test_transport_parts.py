@@ -152,7 +152,7 @@ def test_pieces_off_the_grid_or_beyond_the_window_are_refused(bad: ChunkPiece) -
         receiver.assembly.place(bad, 0)
 
 
-def test_chunk_with_contradictory_descriptions_is_refused() -> None:
+def test_second_piece_that_describes_its_chunk_otherwise_is_refused() -> None:
     receiver = Receiver(4096, 256)
     receiver.assembly.place(piece(0, 256), 0)
     other = ChunkPiece(0, KvChunk(1, "kv", 0, 8, "float32", (8, 2, 2, 4), b""), 512, 256, 256, (0, 0))

@@ -353,7 +353,7 @@ def test_sender_answers_another_version_in_its_own() -> None:
     assert prefix.kind
 
 
-def test_receiver_fails_soon_and_names_both_versions() -> None:
+def test_fetch_from_a_sender_of_another_version_fails_after_one_retry_and_names_both() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     received: list[bytes] = []
 
@@ -377,7 +377,7 @@ def test_receiver_fails_soon_and_names_both_versions() -> None:
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
     thread.join()
-    assert len(received) == 2, "what is said twice is meant; no use to try again"
+    assert len(received) == 2, "a version refused twice is final: no further retry"
 
 
 def test_only_another_version_is_not_retried() -> None:

@@ -82,7 +82,7 @@ def test_bundled_curves_fit_the_measurements() -> None:
 
 
 @needs_data
-def test_operator_fit_without_a_gpu_does_not_use_its_rows() -> None:
+def test_operator_fitted_without_a_gpu_cannot_predict_it() -> None:
     rows = read_all(DATA)["decode"]
     chips = {name: chip_of(gpus.gpu(name)) for name in gpus.names()}
     fit = fit_operator(rows.where(rows.gpu != "A30"), chips, sample=60)
@@ -405,7 +405,7 @@ def test_error_bar_uses_the_errors_of_the_nearest_group() -> None:
     assert span(replace(LLAMA, weight_bits=8.0), 4) == span(OSS, 4) == pytest.approx(0.8)
 
 
-def test_error_bar_around_a_rate_is_inverted() -> None:
+def test_error_bar_multiplies_a_time_and_divides_a_rate() -> None:
     result = bar("rate", LLAMA, 1, "H100-SXM", "measured")
     slow, fast = result.around_rate(10.0)
     assert slow == pytest.approx(10.0 / result.high)

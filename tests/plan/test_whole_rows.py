@@ -78,8 +78,8 @@ def test_strengthened_relaxation_charges_a_fractional_copy_as_a_whole_one() -> N
     assert result[2] == pytest.approx(7.0)
 
 
-def test_dual_prices_come_from_the_relaxation_without_strengthening_rows() -> None:
-    """What one more request a second costs is asked of the relaxation without these rows."""
+def test_demand_price_is_that_of_a_fractional_copy_while_the_bound_charges_a_whole_one() -> None:
+    """Demand prices are the duals of the relaxation without strengthening rows."""
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
     node_supply = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))

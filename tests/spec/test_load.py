@@ -129,7 +129,7 @@ def test_all_spec_problems_are_reported_in_file_order() -> None:
     assert "fleet.regions[0].nodes[1].node: '1xL5': unknown GPU" in lines[2]
 
 
-def test_problem_positions_are_those_of_the_file() -> None:
+def test_problem_fields_have_the_list_indexes_of_the_file() -> None:
     text = changed_spec("available: 4", "available: -4").replace("8xH100", "8xH1OO")
     assert [problem.field for problem in problems_of(text)] == [
         "fleet.regions[0].nodes[0].available",
