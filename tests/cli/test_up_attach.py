@@ -327,12 +327,16 @@ def test_attached_service_is_shown_and_stopped_like_any_other(
     state = tmp_path / "state"
     command = [sys.executable, "-m", "potluck.cli.main", "up", "--attach", str(file)]
     command += ["--state", str(state), "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    errors = tmp_path / "stderr"
+    with errors.open("wb") as sink:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, text=True)
     watchdog = threading.Timer(3 * WITHIN_S, process.kill)
     watchdog.start()
     try:
         assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
+        first_line = process.stdout.readline()
+        assert first_line, (process.wait(WITHIN_S), errors.read_text())
+        ready = json.loads(first_line)
         assert (ready["models"], ready["cost_usd_per_h"], ready["unserved"]) == (["m"], None, {})
         assert [item["usable"] for item in ready["servers"]] == [True, False]
         assert f":{late_port} cannot be reached" in ready["servers"][1]["reason"]
