@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sim_brains import WrappedBrain
 from sim_fleets import SLOW, closed_plan, combo, flow_plan, load, mixed, prefill_only, problem
-from sim_minds import WrappedBrain
 
 from potluck.core.brain.brain import Brain
 from potluck.core.errors import FormatError

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sim_brains import requests
 from sim_fleets import closed_plan, mixed, problem
-from sim_minds import requests
 
 from potluck.sim.load.workload import same_labels
 from potluck.sim.results.records import ANSWERED, REASONS, REFUSED

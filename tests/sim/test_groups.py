@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sim_brains import WrappedBrain, requests
 from sim_fleets import SLOW, closed_plan, load, mixed, problem
-from sim_minds import WrappedBrain, requests
 
 from potluck.catalog import models, nodes
 from potluck.core.state.actions import Action

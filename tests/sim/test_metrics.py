@@ -8,9 +8,9 @@ from math import isnan
 
 import numpy as np
 import pytest
+from generated_results import MODELS, SLOS, made_result
 from hypothesis import given
 from hypothesis import strategies as st
-from made_results import MODELS, SLOS, made_result
 
 from potluck.core import codec
 from potluck.core.values.types import Slo

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from generated_results import MODELS, made_replica, made_result
 from hypothesis import given
 from hypothesis import strategies as st
-from made_results import MODELS, made_replica, made_result
 
 from potluck.core.figures import digits, seconds
 from potluck.sim.results.metrics import summarise

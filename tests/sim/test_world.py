@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import sim_fleets as fleets
+from sim_brains import FixedRouteBrain, WrappedBrain, requests, ttft
 from sim_fleets import (
     FAST,
     LLAMA,
@@ -24,7 +25,6 @@ from sim_fleets import (
     prefill_only,
     problem,
 )
-from sim_minds import FixedRouteBrain, WrappedBrain, requests, ttft
 
 from potluck.catalog import nodes
 from potluck.core.brain.brain import Brain

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sim_brains import FixedRouteBrain, requests
 from sim_fleets import (
     FAST,
     SLOW,
@@ -21,7 +22,6 @@ from sim_fleets import (
     prefill_only,
     problem,
 )
-from sim_minds import FixedRouteBrain, requests
 
 from potluck.core.brain.brain import Brain
 from potluck.core.state.actions import Action, Run

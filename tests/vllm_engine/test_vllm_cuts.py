@@ -13,7 +13,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_vllm_giving_and_taking import QUICK, until
+from test_vllm_transfer_workers import QUICK, until
 from vllm_kit import free_port
 
 from potluck.core.errors import InputError

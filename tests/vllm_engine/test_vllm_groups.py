@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from made_up_vllm import command
+from fake_vllm import command
 from vllm_kit import SOURCE, free_port
 
 from potluck.cli.main import run

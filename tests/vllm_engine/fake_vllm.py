@@ -1,6 +1,6 @@
-"""In vLLM's place, for tests of what starts and ends it: its command line, its HTTP side, its connectors' lines.
+"""A fake vLLM for tests of start and stop: its command line, HTTP server and connector lines.
 
-Its nodes wait for each other where they were told to meet, and notice nothing when one of them is gone: as vLLM's.
+Its nodes wait for each other at their rendezvous address and, like vLLM's, do not detect the loss of one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def command(folder: Path, version: str | None = None) -> str:
 
         version = VLLM_VERSION
     path = folder / f"python-{version}"
-    path.write_text(f'#!/bin/sh\nexport MADE_UP_VERSION="{version}"\nexec {sys.executable} {__file__} "$@"\n')
+    path.write_text(
+        f'#!/bin/sh\nexport FAKE_VLLM_VERSION="{version}"\nexec {sys.executable} {__file__} "$@"\n'
+    )
     path.chmod(0o755)
     return str(path)
 
@@ -81,7 +83,7 @@ def main(words: list[str]) -> None:
             "worker": rank, "kv": [extra["host"], extra["port"] + rank], "fingerprint": "f", "token_bytes": 1,
             "tensor": [rank % tensor, tensor], "stage": [stage, len(stages)],
             "layers": [sum(stages[:stage]), sum(stages[: stage + 1])], "block_tokens": 16, "blocks": 9,
-            "dtype": "float32", "version": os.environ["MADE_UP_VERSION"],
+            "dtype": "float32", "version": os.environ["FAKE_VLLM_VERSION"],
         }  # fmt: skip
         channel.sendall(json.dumps(line).encode() + b"\n")
         threading.Thread(target=hear, args=(channel,), daemon=True).start()
@@ -102,6 +104,6 @@ def _reached(address: tuple[str, int]) -> socket.socket:
 
 if __name__ == "__main__":
     if sys.argv[1] == "-c":
-        sys.stdout.write(os.environ["MADE_UP_VERSION"])
+        sys.stdout.write(os.environ["FAKE_VLLM_VERSION"])
     else:
         main(sys.argv[1:])
