@@ -206,9 +206,7 @@ def crossed(workload: Workload, name: str) -> dict[str, float]:
     held: dict[str, dict[str, int]] = {}
     look = PrefixAffinity.cached_by_region
 
-    def noted(
-        self: PrefixAffinity, request: RequestState, route_options: RouteOptions
-    ) -> dict[str, int]:
+    def noted(self: PrefixAffinity, request: RequestState, route_options: RouteOptions) -> dict[str, int]:
         return held.setdefault(request.request.id, look(self, request, route_options))
 
     PrefixAffinity.cached_by_region = noted  # type: ignore[method-assign]
