@@ -291,4 +291,4 @@ def test_request_blocked_on_a_full_transfer_ring_fails_and_is_retried_elsewhere(
     monkeypatch.setattr(handovers, "SEND_QUEUE_BYTES", 0)
     _, mind = run_pairs([(place % 3, (place + 1) % 3) for place in range(12)], [1000] * 12, overlap=False)
     assert {event.kind for _, event in mind.failed} == {"memory"}
-    assert mind.failed[0][0] == pytest.approx(handovers.STUCK_S, abs=1.5)
+    assert mind.failed[0][0] == pytest.approx(handovers.STUCK_AFTER_S, abs=1.5)
