@@ -11,8 +11,8 @@ import sys
 
 import uvloop
 
+from potluck.api.http import allow_open_files
 from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.http.limits import allow_open_files
 from potluck.gateway.http.parser import Headers
 from potluck.gateway.http.server import Exchange, open_port
 from potluck.gateway.values import Address
