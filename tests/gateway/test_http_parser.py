@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from potluck.api.http import HttpRefusal
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.message_checks import SINGLE_FIELDS
-from potluck.gateway.http.parser import RequestReader
+from potluck.gateway.http.parser import SINGLE_FIELDS, RequestReader
 
 SMALL = HttpLimits(line_bytes=200, head_bytes=600, fields=8, body_bytes=500)
 HOST = b"Host: here\r\n"

@@ -23,10 +23,10 @@ from potluck.engine.server.http_connection import (
     CONNECTIONS,
     UPLOADS,
     EngineListener,
-    app_runner,
     connection_of,
     error_response,
     request_complete,
+    set_up_app,
 )
 from potluck.engine.server.kv_connector import KvConnector
 
@@ -178,8 +178,7 @@ async def open_server(
     served = ServedNames(loopback, frozenset(name.lower() for name in names) | own, api_key is not None)
     try:
         app = build(service, api_key, served)
-        runner = app_runner(app, SHUTDOWN_S)
-        server = await aiohttp_requests.set_up(runner)
+        runner, server = await set_up_app(app, SHUTDOWN_S)
         listener = EngineListener(server, app[CONNECTIONS], service.limits, service.dropped)
         await listener.listen(sockets, tls)
     except BaseException:

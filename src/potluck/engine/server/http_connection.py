@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from potluck.api import http
+from potluck.api.aiohttp_requests import set_up
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import FormatError
 from potluck.engine.loop.jobs import JobEnded
@@ -306,8 +307,8 @@ server_log = logging.getLogger("potluck.engine.http")
 server_log.addFilter(_is_own_fault)
 
 
-def app_runner(app: web.Application, shutdown_s: float) -> web.AppRunner:
-    return web.AppRunner(
+async def set_up_app(app: web.Application, shutdown_s: float) -> tuple[web.AppRunner, web.Server]:
+    runner = web.AppRunner(
         app,
         handler_cancellation=True,
         access_log=None,
@@ -317,6 +318,7 @@ def app_runner(app: web.Application, shutdown_s: float) -> web.AppRunner:
         lingering_time=LINGER_S,
         max_headers=HEADERS_MAX,
     )
+    return runner, await set_up(runner)
 
 
 class EngineListener:
